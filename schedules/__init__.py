@@ -1,1 +1,41 @@
-"""."""
+"""What each pipeline rank does when: op orders, simulation, lower bounds, timelines.
+
+Stands on numpy alone. Start with `PipelineSchedule`, `StageTimes` and `simulate`.
+"""
+
+from .draw import draw_png
+from .ops import (
+    Op,
+    PipelineSchedule,
+    format_ops,
+    is_legal_count,
+    least_legal_count,
+    legal_groups,
+    parse_ops,
+)
+from .simulate import (
+    Communication,
+    Simulation,
+    StageTimes,
+    peak_tokens_in_flight,
+    simulate,
+)
+from .timeline import Event, Timeline
+
+__all__ = [
+    "Communication",
+    "Event",
+    "Op",
+    "PipelineSchedule",
+    "Simulation",
+    "StageTimes",
+    "Timeline",
+    "draw_png",
+    "format_ops",
+    "is_legal_count",
+    "least_legal_count",
+    "legal_groups",
+    "parse_ops",
+    "peak_tokens_in_flight",
+    "simulate",
+]
