@@ -1,0 +1,85 @@
+"""Iterators for Megatron's model chunks, and outputs back in sample order.
+
+Interleaved schedules ask for one iterator per model chunk, and every chunk must see every
+micro-batch. Sharing one iterator between chunks, or building each chunk's batches anew, are the
+two classic faults; here all iterators come from one feed, which builds a micro-batch when
+the first chunk asks for it and forgets it when the last one has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class MicroBatchFeed(Generic[T]):
+    """Serves each micro-batch of a step once to every model chunk, in execution order.
+
+    Args:
+        build: makes micro-batch i; called once for each i, in order of first use.
+        num_micro_batches: how many there are.
+        num_chunks: model chunks on this rank (vpp).
+
+    >>> feed = MicroBatchFeed(lambda i: f"batch {i}", num_micro_batches=2, num_chunks=2)
+    >>> first, second = feed.iterators()
+    >>> next(first), next(second), next(second), next(first)
+    ('batch 0', 'batch 0', 'batch 1', 'batch 1')
+    """
+
+    def __init__(
+        self, build: Callable[[int], T], *, num_micro_batches: int, num_chunks: int
+    ) -> None:
+        self._build = build
+        self._num_micro_batches = num_micro_batches
+        self._num_chunks = num_chunks
+        self._held: dict[int, tuple[T, int]] = {}
+
+    def iterators(self) -> list[Iterator[T]]:
+        """One independent iterator per model chunk."""
+        return [self._iterate() for _ in range(self._num_chunks)]
+
+    def _iterate(self) -> Iterator[T]:
+        for i in range(self._num_micro_batches):
+            yield self._take(i)
+
+    def _take(self, i: int) -> T:
+        batch, uses_left = self._held.pop(i, (None, 0))
+        if uses_left == 0:
+            batch, uses_left = self._build(i), self._num_chunks
+        assert batch is not None
+        if uses_left > 1:
+            self._held[i] = (batch, uses_left - 1)
+        return batch
+
+
+def restore_order(
+    samples_of: Sequence[Sequence[int]], outputs: Sequence[Sequence[Any]]
+) -> dict[int, Any]:
+    """Per-micro-batch outputs as one mapping, keyed and sorted by sample number.
+
+    Args:
+        samples_of: sample numbers of each micro-batch in execution order; a dummy has none.
+        outputs: for each micro-batch one value per sample, in the same order.
+
+    Raises:
+        ValueError: a micro-batch gave more or fewer values than it holds samples.
+
+    >>> restore_order([[3, 0], [], [1]], [["d", "a"], [], ["b"]])
+    {0: 'a', 1: 'b', 3: 'd'}
+    """
+    if len(samples_of) != len(outputs):
+        raise ValueError(
+            f"{len(outputs)} outputs came back for {len(samples_of)} micro-batches; "
+            "return one list per micro-batch, dummies included"
+        )
+    restored = {}
+    for i, (samples, values) in enumerate(zip(samples_of, outputs, strict=True)):
+        if len(samples) != len(values):
+            raise ValueError(
+                f"micro-batch {i} holds {len(samples)} samples but returned {len(values)} "
+                "values; return one per sample"
+            )
+        restored.update(zip(samples, values, strict=True))
+    return dict(sorted(restored.items()))

@@ -1,0 +1,160 @@
+"""The settings of `train`: a YAML file and `key=value` overrides, checked as a whole.
+
+OmegaConf merges and types them; the dataclasses check themselves when built. Nothing here imports
+torch or Megatron, so that a wrong key is reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
+from megatron_batching.plan import BatchingOptions, Layout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where lengths come from and how many samples make a mini-batch."""
+
+    lengths: str = "@deepseek_r1"
+    """A length file, or `@name` of a built-in distribution."""
+    samples_per_mini_batch: int = 32
+    """Samples of one optimizer step, over all replicas."""
+    num_mini_batches: int = 5
+    """Optimizer steps to run."""
+    length_scale: float = 1.0
+    """Every length is multiplied by this; below 1 it fits long traces to a small machine."""
+    max_length: int | None = None
+    """Longer samples are cut to this many tokens."""
+
+    def __post_init__(self) -> None:
+        for name in ("samples_per_mini_batch", "num_mini_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.{name}={getattr(self, name)} must be at least 1")
+        if self.length_scale <= 0:
+            raise ValueError(f"data.length_scale={self.length_scale} must be above 0")
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(
+                f"data.max_length={self.max_length} must be at least 2: a token and its successor"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Device, seed and what is written."""
+
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    allow_cpu_with_gpu: bool = False
+    """Let device=cpu leave an available GPU idle."""
+    seed: int = 0
+    """Of weights and data."""
+    timeout_s: float = 600.0
+    """After how long a collective that waits for a lost rank raises."""
+    planned_shapes: bool = True
+    """Take pipeline shapes from the plan instead of exchanging them before each send."""
+    output_dir: str = "out"
+    """Where timelines and reports go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """The comparison that may follow training: the plan against a plain fixed split."""
+
+    enabled: bool = False
+    """Run it."""
+    micro_batch_size: int = 2
+    """Samples per micro-batch of the plain split, padded to the longest, in order of arrival."""
+    repeats: int = 3
+    """Measured steps of each; they alternate, and medians are reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that `train` needs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Shape and numerics of the GPT."""
+    layout: Layout = field(default_factory=Layout)
+    """Sizes of the parallel dimensions."""
+    batching: BatchingOptions = field(
+        default_factory=lambda: BatchingOptions(max_tokens_per_micro_batch=16_384)
+    )
+    """How mini-batches are cut."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Lengths and mini-batches."""
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    """Adam's settings."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """Device, seed, output."""
+    compare: CompareConfig = field(default_factory=CompareConfig)
+    """The comparison after training."""
+
+
+_TYPED = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerSettings,
+    "run": RunConfig,
+    "compare": CompareConfig,
+}
+# These check their own types, and hold unions that OmegaConf has no schema for.
+_SELF_CHECKED = {"layout": Layout, "batching": BatchingOptions}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a YAML file, apply `section.key=value` overrides and check the result.
+
+    Raises:
+        ValueError: no such file, not YAML, an unknown key, or a value that its section refuses.
+    """
+    try:
+        config = OmegaConf.load(path)
+    except (OSError, YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"config {path} cannot be read: {reason}; pass a YAML file") from error
+    for override in overrides:
+        if "=" not in override:
+            raise ValueError(f"override {override!r} is not of the form section.key=value")
+    config = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
+    sections = OmegaConf.to_container(config, resolve=True)
+    if not isinstance(sections, dict):
+        raise ValueError(f"config {path} holds no sections; write `layout:`, `batching:`, ...")
+    _check_keys(sections, TrainConfig, prefix="")
+    values = {}
+    for name, section in sections.items():
+        cls = _TYPED.get(name) or _SELF_CHECKED[name]
+        if not isinstance(section, dict):
+            raise ValueError(f"{name}={section!r} must be a section of key: value lines")
+        _check_keys(section, cls, prefix=f"{name}.")
+        values[name] = _typed(cls, section) if name in _TYPED else cls(**section)
+    return TrainConfig(**values)
+
+
+def _check_keys(section: Mapping[str, Any], cls: type, *, prefix: str) -> None:
+    known = [f.name for f in fields(cls)]
+    for key in section:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(known)}"
+            raise ValueError(f"unknown config key {prefix}{key}; {hint}")
+
+
+def _typed(cls: type[T], section: Mapping[str, Any]) -> T:
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), section))  # type: ignore
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or getattr(error, "key", "")
+        reason = str(error).splitlines()[0]
+        section_name = next(name for name, known in _TYPED.items() if known is cls)
+        raise ValueError(f"{section_name}.{key}: {reason}") from error

@@ -1,0 +1,95 @@
+"""Settings of the model and the optimizer, and the world they need.
+
+Plain values and no heavy import, so that a wrong one is reported before anything is started.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_batching.plan import Layout
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape and numerics of the GPT; anything else of Megatron's goes into `transformer`."""
+
+    num_layers: int = 8
+    """Transformer layers; must divide by pp x vpp."""
+    hidden_size: int = 64
+    """Width of the residual stream."""
+    num_attention_heads: int = 4
+    """Attention heads; must divide by tp."""
+    vocab_size: int = 256
+    """Tokens in the vocabulary."""
+    max_sequence_length: int = 65_536
+    """Longest sequence, in tokens; bounds learned position embeddings."""
+    precision: str = "fp32"
+    """fp32, bf16 or fp16: the dtype of weights and pipeline tensors."""
+    position_embedding: str = "rope"
+    """rope, learned_absolute or none."""
+    tie_embeddings: bool = False
+    """Share the weights of input embedding and output layer."""
+    transformer: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron-Core's TransformerConfig, by its own names."""
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ValueError(
+                f"model.precision={self.precision!r} is not one of {', '.join(PRECISIONS)}"
+            )
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"model.hidden_size={self.hidden_size} does not divide by "
+                f"model.num_attention_heads={self.num_attention_heads}; change one of them"
+            )
+        if self.position_embedding not in POSITION_EMBEDDINGS:
+            raise ValueError(
+                f"model.position_embedding={self.position_embedding!r} is not one of "
+                + ", ".join(POSITION_EMBEDDINGS)
+            )
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """Adam with decoupled weight decay."""
+
+    lr: float = 1e-3
+    """Learning rate, constant over the run."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay; vectors (norms, biases) are exempt."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.95
+    """Decay of the second moment."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ValueError(f"optimizer.lr={self.lr} must be above 0")
+        if self.clip_grad < 0:
+            raise ValueError(f"optimizer.clip_grad={self.clip_grad} must be 0 (off) or above")
+
+
+def world_size_from_environment() -> int:
+    """Number of processes that torchrun started; 1 outside torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_world_size(layout: Layout, world_size: int) -> None:
+    """Raise ValueError unless the layout fills the world exactly."""
+    if layout.world_size != world_size:
+        raise ValueError(
+            f"the layout needs pp {layout.pp} x dp {layout.dp} x tp {layout.tp} x cp {layout.cp} "
+            f"= {layout.world_size} processes, but {world_size} were started; change the layout, "
+            f"or start torchrun --nproc-per-node {layout.world_size}"
+        )

@@ -1,0 +1,237 @@
+"""A GPT from Megatron-Core, cut into the model chunks of one pipeline rank.
+
+The layers are Megatron's own, with the layer spec that the installed libraries allow: Transformer
+Engine on a GPU when it is there, else Megatron's local modules. Initial weights are drawn from a
+generator seeded by each parameter's global name, so that they do not depend on how the model
+is laid out over pp, vpp, dp and tp; Megatron's own initialisation does depend on it, which would
+make runs under two layouts incomparable.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_batching.megatron.config import ModelConfig
+from megatron_batching.megatron.parallel import Placement
+from megatron_batching.plan import Layout
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineModel:
+    """The chunks of this pipeline rank, as Megatron's schedules take them.
+
+    Attributes:
+        config: the TransformerConfig that all chunks share.
+        chunks: one DDP-wrapped module per virtual stage of this rank.
+        placement: where this process stands.
+        uses_transformer_engine: whether attention takes `PackedSeqParams`.
+    """
+
+    config: TransformerConfig
+    chunks: list[DistributedDataParallel]
+    placement: Placement
+    uses_transformer_engine: bool
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters under their global names (layers counted over the model)."""
+        for chunk in self.chunks:
+            gpt = _unwrap(chunk)
+            numbers = {
+                f"decoder.layers.{i}.": f"decoder.layers.{layer.layer_number - 1}."
+                for i, layer in enumerate(gpt.decoder.layers)
+            }
+            for name, parameter in gpt.named_parameters():
+                prefix = next((p for p in numbers if name.startswith(p)), None)
+                yield (name if prefix is None else numbers[prefix] + name[len(prefix) :]), parameter
+
+    def zero_grad(self) -> None:
+        """Zero the gradient buffers; once before each mini-batch."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine can be imported."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def check_model(model: ModelConfig, layout: Layout) -> None:
+    """Raise ValueError unless Megatron can build the model in this layout."""
+    stages = layout.pp * layout.vpp
+    if model.num_layers % stages:
+        raise ValueError(
+            f"model.num_layers={model.num_layers} does not divide by pp x vpp = {stages}; "
+            "change the number of layers or the layout"
+        )
+    if model.num_attention_heads % layout.tp:
+        raise ValueError(
+            f"model.num_attention_heads={model.num_attention_heads} does not divide by "
+            f"tp={layout.tp}; change one of them"
+        )
+    for name in model.transformer:
+        if name not in TransformerConfig.__dataclass_fields__:
+            raise ValueError(
+                f"model.transformer.{name} is not a field of Megatron-Core's TransformerConfig; "
+                "check its spelling and the installed version"
+            )
+
+
+def build_model(
+    model: ModelConfig,
+    placement: Placement,
+    *,
+    seed: int = 0,
+    ddp: DistributedDataParallelConfig | None = None,
+) -> PipelineModel:
+    """Build this rank's chunks, wrapped in Megatron's DDP.
+
+    Args:
+        model: shape and numerics.
+        placement: from `initialize`; Megatron's parallel state must stand.
+        seed: of the initial weights, which are the same under every layout.
+        ddp: Megatron's DDP settings; by default gradients are reduced in fp32 without overlap.
+
+    Raises:
+        ValueError: the layout does not divide the model.
+    """
+    layout = placement.layout
+    check_model(model, layout)
+    use_te = placement.device.type == "cuda" and has_transformer_engine()
+    config = _transformer_config(model, placement)
+    ddp = ddp or DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    spec = get_gpt_layer_with_transformer_engine_spec() if use_te else get_gpt_layer_local_spec()
+    chunks = []
+    for chunk in range(layout.vpp):
+        gpt = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=model.vocab_size,
+            max_sequence_length=model.max_sequence_length,
+            pre_process=placement.pp_rank == 0 and chunk == 0,
+            post_process=placement.is_last_stage and chunk == layout.vpp - 1,
+            position_embedding_type=model.position_embedding,
+            share_embeddings_and_output_weights=model.tie_embeddings,
+            vp_stage=chunk if layout.vpp > 1 else None,
+        )
+        if placement.device.type == "cuda":
+            gpt.cuda(placement.device)
+        module = gpt if model.precision == "fp32" else Float16Module(config, gpt)
+        # Only the first chunk may be cut into buckets: the others' gradients are complete
+        # too late for a bucketed reduction to overlap with anything.
+        chunks.append(DistributedDataParallel(config, ddp, module, disable_bucketing=chunk > 0))
+    result = PipelineModel(
+        config=config, chunks=chunks, placement=placement, uses_transformer_engine=use_te
+    )
+    if ddp.overlap_grad_reduce:
+        config.no_sync_func = [c.no_sync for c in chunks] if layout.vpp > 1 else chunks[0].no_sync
+    _initialize_weights(result, seed)
+    return result
+
+
+def _transformer_config(model: ModelConfig, placement: Placement) -> TransformerConfig:
+    layout = placement.layout
+    dtype = DTYPES[model.precision]
+    interleaved = layout.vpp > 1
+    settings: dict[str, Any] = dict(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
+        context_parallel_size=layout.cp,
+        microbatch_group_size_per_vp_stage=layout.group or (layout.pp if interleaved else None),
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=model.precision == "bf16",
+        fp16=model.precision == "fp16",
+        variable_seq_lengths=True,
+        # Megatron 0.16 refuses variable lengths together with the default "allgather".
+        moe_token_dispatcher_type="alltoall",
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        deallocate_pipeline_outputs=True,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+    if placement.device.type == "cpu":
+        # These fusions are CUDA kernels.
+        settings.update(masked_softmax_fusion=False, bias_dropout_fusion=False)
+        settings.update(gradient_accumulation_fusion=False)
+    settings.update(model.transformer)
+    return TransformerConfig(**settings)
+
+
+def _unwrap(module: Any) -> GPTModel:
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+@torch.no_grad()
+def _initialize_weights(model: PipelineModel, seed: int) -> None:
+    """Draw each matrix from its own generator; vectors keep their constant initial value."""
+    tp_rank = model.placement.tp_rank
+    tp = model.placement.layout.tp
+    scaled = ("linear_proj.weight", "linear_fc2.weight")
+    with torch.random.fork_rng(devices=[]):
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            # A tied output layer holds the embedding's weight under a second name.
+            origin = name if name != "output_layer.weight" or not _is_tied(model) else _EMBEDDING
+            torch.manual_seed(zlib.crc32(f"{seed}/{origin}".encode()))
+            init = (
+                model.config.output_layer_init_method
+                if name.endswith(scaled)
+                else model.config.init_method
+            )
+            dim = getattr(parameter, "partition_dim", -1)
+            sharded = tp > 1 and getattr(parameter, "tensor_model_parallel", False) and dim >= 0
+            shape = list(parameter.shape)
+            if sharded:
+                shape[dim] *= tp
+            full = torch.empty(shape, dtype=torch.float32)
+            init(full)
+            if sharded:
+                # A gated first MLP matrix holds gate and up halves, each sharded on its own.
+                gated = model.config.gated_linear_unit and name.endswith("linear_fc1.weight")
+                halves = full.chunk(2, dim) if gated else (full,)
+                full = torch.cat([half.chunk(tp, dim)[tp_rank] for half in halves], dim)
+            parameter.copy_(full)
+
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def _is_tied(model: PipelineModel) -> bool:
+    return _unwrap(model.chunks[-1]).share_embeddings_and_output_weights
+
+
+def data_parallel_group() -> torch.distributed.ProcessGroup:
+    """The group over which token sums are added up: data- and context-parallel ranks."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)

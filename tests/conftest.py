@@ -1,0 +1,35 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from process_pool import WorkerPool
+
+
+class Pools:
+    """One pool of workers per world size, started when first asked for."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, WorkerPool] = {}
+
+    def __getitem__(self, world_size: int) -> WorkerPool:
+        return self._pools.setdefault(world_size, WorkerPool(world_size))
+
+    def stop(self) -> None:
+        for pool in self._pools.values():
+            pool.stop()
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """Worker processes by world size, kept for the whole test session."""
+    pools = Pools()
+    yield pools
+    pools.stop()

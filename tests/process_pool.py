@@ -1,0 +1,110 @@
+"""Pools of worker processes that keep torch and Megatron imported between test cases.
+
+Importing them costs seconds a process, so one pool per world size serves all cases; each case
+rebuilds the parallel state for its layout. A case that does not end in time kills its pool (a
+wrong schedule hangs rather than fails) and the next case gets a fresh one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from multiprocessing.connection import wait
+from typing import Any
+
+CASE_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 180.0
+
+
+class WorkerPool:
+    """`world_size` processes, each a rank of one gloo world."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+
+    def run(self, function: str, timeout_s: float = CASE_TIMEOUT_S, **kwargs: Any) -> list[Any]:
+        """Call `module:function` with `kwargs` on every rank; results in rank order.
+
+        Raises:
+            AssertionError: a rank raised (its traceback is the message) or ran out of time.
+        """
+        if not self._processes:
+            self._start()
+            timeout_s += START_TIMEOUT_S
+        for pipe in self._pipes:
+            pipe.send((function, kwargs))
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        while len(results) + len(errors) < self.world_size:
+            waiting = [p for r, p in enumerate(self._pipes) if r not in results | errors]
+            # Once a rank has failed, its peers may wait for it for ever.
+            ready = wait(waiting, timeout=5.0 if errors else timeout_s)
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    ok, value = False, "the process died"
+                (results if ok else errors)[rank] = value
+        if len(results) < self.world_size:
+            self.stop()
+        if errors:
+            rank = min(errors)
+            raise AssertionError(f"rank {rank} of {self.world_size} raised:\n{errors[rank]}")
+        missing = sorted(set(range(self.world_size)) - set(results))
+        assert not missing, f"ranks {missing} did not finish {function} within {timeout_s} s"
+        return [results[rank] for rank in range(self.world_size)]
+
+    def stop(self) -> None:
+        """Kill the workers."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work, args=(rank, self.world_size, port, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+def _work(rank: int, world_size: int, port: int, pipe: Any) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            module, name = function.split(":")
+            pipe.send((True, getattr(importlib.import_module(module), name)(**kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
