@@ -1,1 +1,39 @@
-"""."""
+"""Planning: from the lengths of a mini-batch to the micro-batches of every replica.
+
+Needs numpy alone; start with `plan_mini_batch`.
+"""
+
+from megatron_batching.plan.cost import (
+    CostModel,
+    load_cost_model,
+    uniform_cost_model,
+    verl_cost_model,
+)
+from megatron_batching.plan.layout import Layout
+from megatron_batching.plan.lengths import QUANTILES, parse_lengths, read_lengths, sample_lengths
+from megatron_batching.plan.micro_batch_plan import (
+    MicroBatch,
+    MicroBatchPlan,
+    Prediction,
+    ReplicaPlan,
+)
+from megatron_batching.plan.options import BatchingOptions
+from megatron_batching.plan.planner import plan_mini_batch
+
+__all__ = [
+    "QUANTILES",
+    "BatchingOptions",
+    "CostModel",
+    "Layout",
+    "MicroBatch",
+    "MicroBatchPlan",
+    "Prediction",
+    "ReplicaPlan",
+    "load_cost_model",
+    "parse_lengths",
+    "plan_mini_batch",
+    "read_lengths",
+    "sample_lengths",
+    "uniform_cost_model",
+    "verl_cost_model",
+]

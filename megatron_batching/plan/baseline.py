@@ -1,0 +1,84 @@
+"""The baseline: what other systems do, made legal.
+
+Each replica keeps its own samples. The count is ceil(tokens / cap), the same on every replica
+(the largest of them), raised to a legal one; Karmarkar-Karp balances the costs; the smallest
+micro-batches go to both ends. Fixed batching takes the samples in the order given. Where others
+break the cap, fail for lack of samples or hang, this raises the count, or adds dummies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_batching.plan.counts import count_range, legal_count, open_groups
+from megatron_batching.plan.layout import Layout
+from megatron_batching.plan.options import BatchingOptions
+from megatron_batching.plan.pack import Packer, Packing, small_ends, split
+from megatron_batching.plan.partition import karmarkar_karp
+
+
+def infeasible(num_needed: int, rank: int, options: BatchingOptions) -> ValueError:
+    """The error for a replica that needs more micro-batches than are allowed."""
+    return ValueError(
+        f"dp rank {rank} needs {num_needed} micro-batches (legal for the schedule), over "
+        f"max_num_micro_batches={options.max_num_micro_batches}: raise it, or raise the cap"
+    )
+
+
+def plan_baseline(
+    packer: Packer, shares: list[np.ndarray], layout: Layout, options: BatchingOptions
+) -> tuple[int | None, list[Packing]]:
+    """Group and one packing a replica; `shares` are the items of each replica.
+
+    Raises:
+        ValueError: max_num_micro_batches is too low.
+    """
+    group = open_groups(layout)[0]
+    low, high = count_range(options)
+    counts = [_first_count(packer, share) for share in shares]
+    count = legal_count(max(low, *counts), layout, group)
+    while True:
+        if high is not None and count > high:
+            raise infeasible(count, int(np.argmax(counts)), options)
+        packings = [_pack(packer, share, count) for share in shares]
+        if all(packing is not None for packing in packings):
+            return group, [packing for packing in packings if packing is not None]
+        count = legal_count(count + 1, layout, group)
+
+
+def _first_count(packer: Packer, share: np.ndarray) -> int:
+    if not len(share):
+        return 1
+    if packer.padded and not packer.fixed:
+        return packer.least_count(share)
+    return max(1, int(-(-packer.weights[share].sum() // packer.cap)))
+
+
+def _pack(packer: Packer, share: np.ndarray, count: int) -> Packing | None:
+    if packer.fixed:
+        return _in_order(packer, share, count)
+    if packer.padded or not len(share):
+        packing = packer.pack(share, count)
+    else:
+        packing = split(share, karmarkar_karp(packer.costs[share], count), count)
+        if any(len(h) > 1 and packer.weights[h].sum() > packer.cap for h in packing):
+            packing = packer.pack(share, count)
+    if packing is None:
+        return None
+    return tuple(packing[i] for i in small_ends(packer.loads(packing)))
+
+
+def _in_order(packer: Packer, share: np.ndarray, count: int) -> Packing | None:
+    """Rows in order, as many a micro-batch as fit, then dummies."""
+    packing: list[list[int]] = []
+    room = 0.0
+    for item in share.tolist():
+        if not packing or packer.weights[item] > room:
+            packing.append([])
+            room = packer.cap
+        packing[-1].append(item)
+        room -= packer.weights[item]
+    if len(packing) > count:
+        return None
+    packing += [[] for _ in range(count - len(packing))]
+    return tuple(np.array(held, dtype=np.int64) for held in packing)

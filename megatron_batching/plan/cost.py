@@ -1,0 +1,173 @@
+"""Cost models: the time of one micro-batch at each virtual stage.
+
+A micro-batch is three numbers, (1, tokens, token pairs), and a stage is three coefficients for
+forward and three for backward, so that the times of all micro-batches at all stages are one
+matrix product. That is enough for what decides a plan: a fixed overhead, layers linear in tokens,
+attention quadratic in each sample, an LM head on one stage, recompute. It leaves out what a
+linear form cannot say, such as kernels that run slower on short inputs beyond the fixed overhead.
+The alternative, a table of measured times, would be exact where it was measured and useless
+elsewhere.
+
+Feature legend: packed, tokens = sum of padded lengths and pairs = sum of their squares; padded,
+tokens = rows x longest and pairs = rows x longest squared.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_batching.plan.layout import Layout
+
+NUM_FEATURES = 3
+# Reading a stage's bf16 weights once (2 bytes a parameter) takes as long as computing this many
+# tokens (2 FLOP a parameter and token): peak FLOP/s over memory bytes/s, which is 295 for an H100
+# SXM (989e12 / 3.35e12) and 153 for an A100 (312e12 / 2.04e12). A micro-batch cannot cost less.
+OVERHEAD_TOKENS = 256.0
+BACKWARD_OVER_FORWARD = 2.0
+VERL_LINEAR = 24576.0  # verl's workload formula for one sample of s tokens: 24576 s + s^2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CostModel:
+    """Coefficients of time on (1, tokens, token pairs), for each virtual stage.
+
+    >>> model = CostModel(forward=[[0.0, 1.0, 0.0]], backward=[[0.0, 2.0, 0.0]])
+    >>> model.times(np.array([[1.0, 10.0, 100.0]]))
+    (array([[10.]]), array([[20.]]))
+    """
+
+    forward: np.ndarray
+    """[S, 3], time units per feature."""
+    backward: np.ndarray
+    """[S, 3], time units per feature."""
+    unit: str = "token"
+    """What one unit of time is: `s`, `FLOP`, or a relative one."""
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            array = np.array(getattr(self, name), dtype=np.float64)
+            if array.ndim != 2 or array.shape[1] != NUM_FEATURES or not len(array):
+                raise ValueError(
+                    f"{name} has shape {array.shape}: a cost model needs [virtual stages, 3], "
+                    "the coefficients of (1, tokens, token pairs)"
+                )
+            if not np.isfinite(array).all() or (array < 0).any():
+                raise ValueError(f"{name} must hold finite numbers of at least 0")
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        if self.forward.shape != self.backward.shape:
+            raise ValueError(
+                f"forward has {len(self.forward)} stages and backward {len(self.backward)}: "
+                "give both for the same stages"
+            )
+        if not self.forward[:, 1:].any():
+            raise ValueError("forward must cost something per token or per token pair")
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, CostModel)
+            and self.unit == other.unit
+            and np.array_equal(self.forward, other.forward)
+            and np.array_equal(self.backward, other.backward)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.unit, self.forward.tobytes(), self.backward.tobytes()))
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Number of virtual stages S."""
+        return len(self.forward)
+
+    def times(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward time at each stage: features [..., 3] to two arrays [..., S]."""
+        return features @ self.forward.T, features @ self.backward.T
+
+    def load(self, features: np.ndarray, forward_only: bool = False) -> np.ndarray:
+        """Time on all stages together: features [..., 3] to [...]."""
+        total = self.forward.sum(0) if forward_only else (self.forward + self.backward).sum(0)
+        return features @ total
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raise ValueError unless the model has one row for each virtual stage of `layout`."""
+        if self.num_virtual_stages != layout.num_virtual_stages:
+            raise ValueError(
+                f"the cost model has {self.num_virtual_stages} virtual stages and the layout "
+                f"pp x vpp = {layout.num_virtual_stages}: build it for this layout"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The model as plain numbers; `from_json` reads it back."""
+        return {
+            "unit": self.unit,
+            "forward": self.forward.tolist(),
+            "backward": self.backward.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> CostModel:
+        """Read what `to_json` wrote; ValueError when a key is missing or unknown."""
+        unknown = sorted(set(value) - {"unit", "forward", "backward"})
+        missing = sorted({"forward", "backward"} - set(value))
+        if unknown or missing:
+            raise ValueError(
+                f"cost model JSON has unknown keys {unknown} and lacks {missing}: "
+                "it needs forward and backward, each [virtual stages][3], and may have unit"
+            )
+        return cls(**value)
+
+
+def uniform_cost_model(
+    layout: Layout,
+    *,
+    overhead: float = OVERHEAD_TOKENS,
+    per_token: float = 1.0,
+    per_pair: float = 0.0,
+    unit: str = "token",
+) -> CostModel:
+    """Equal stages; overhead + per_token x tokens + per_pair x pairs is the forward of the model.
+
+    The default, for when nothing is known of the model, counts tokens and charges each micro-batch
+    the overhead of reading the weights once.
+
+    >>> uniform_cost_model(Layout(pp=2)).forward[0]
+    array([128. ,   0.5,   0. ])
+    """
+    row = np.array([overhead, per_token, per_pair]) / layout.num_virtual_stages
+    forward = np.tile(row, (layout.num_virtual_stages, 1))
+    return CostModel(forward=forward, backward=BACKWARD_OVER_FORWARD * forward, unit=unit)
+
+
+def verl_cost_model(layout: Layout) -> CostModel:
+    """verl's workload `24576 s + s^2` of a sample of s tokens, shared equally by the stages.
+
+    24576 is 6 x 4096: the ratio of linear to quadratic work at hidden size 4096 (verl 0.9.1,
+    `verl/utils/seqlen_balancing.py`, `calculate_workload`). It has no fixed overhead.
+    """
+    return uniform_cost_model(
+        layout, overhead=0.0, per_token=VERL_LINEAR, per_pair=1.0, unit="verl workload"
+    )
+
+
+def load_cost_model(source: str, layout: Layout) -> CostModel:
+    """`verl`, `tokens` (the default model), or the path of a JSON file; checked for `layout`."""
+    if source == "verl":
+        return verl_cost_model(layout)
+    if source == "tokens":
+        return uniform_cost_model(layout)
+    try:
+        value = json.loads(Path(source).read_text())
+    except OSError as error:
+        raise ValueError(f"cost model {source!r} cannot be read: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"cost model {source!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"cost model {source!r} must be a JSON object with forward and backward")
+    model = CostModel.from_json(value)
+    model.check_layout(layout)
+    return model

@@ -1,0 +1,180 @@
+"""Items: what the partition moves about, each one sample or one sample group.
+
+Everything about a sample that a plan needs (padded length, its square, who owns it) is gathered
+here once, into arrays over items. Groups that must stay together become one item, so that no
+later step has to know of them; the alternative, a check in every move of the search, is slower
+and easy to forget.
+
+Legend: K samples (rows), I items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_batching.plan.layout import Layout
+from megatron_batching.plan.options import BatchingOptions
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Items:
+    """The samples of a mini-batch as movable items."""
+
+    lengths: tuple[int, ...]
+    """[K] tokens without padding."""
+    owners: tuple[int, ...]
+    """[K] dp rank that holds each sample."""
+    members: tuple[tuple[int, ...], ...]
+    """[I] rows of each item, ascending."""
+    sizes: np.ndarray
+    """[K] padded tokens of each sample."""
+    rows: np.ndarray
+    """[I] samples of each item."""
+    tokens: np.ndarray
+    """[I] padded tokens of each item, packed."""
+    pairs: np.ndarray
+    """[I] sum of squared padded lengths."""
+    longest: np.ndarray
+    """[I] longest padded length."""
+    owner: np.ndarray
+    """[I] dp rank that holds the item."""
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+
+def contiguous_owners(num_samples: int, dp: int) -> tuple[int, ...]:
+    """Owners when replicas hold contiguous blocks whose sizes differ by at most one.
+
+    >>> contiguous_owners(5, 2)
+    (0, 0, 0, 1, 1)
+    """
+    base, extra = divmod(num_samples, dp)
+    return tuple(rank for rank in range(dp) for _ in range(base + (rank < extra)))
+
+
+def check_lengths(lengths: Sequence[int]) -> np.ndarray:
+    """Lengths as an int64 array [K]; ValueError names the first that is no length."""
+    values = np.asarray(lengths)
+    if values.ndim != 1 or not len(values):
+        raise ValueError("lengths is empty: a mini-batch needs at least one sample")
+    if not np.issubdtype(values.dtype, np.integer):
+        raise ValueError(f"lengths must be whole numbers of tokens, not {values.dtype} values")
+    wrong = np.flatnonzero(values < 1)
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(f"sample {row} has length {values[row]}: a sample needs at least 1 token")
+    return values.astype(np.int64)
+
+
+def gather_items(
+    lengths: Sequence[int],
+    layout: Layout,
+    options: BatchingOptions,
+    owners: Sequence[int] | None = None,
+) -> Items:
+    """Items of one mini-batch; ValueError for lengths, owners or groups that cannot be planned."""
+    values = check_lengths(lengths)
+    num_samples = len(values)
+    owner = _check_owners(owners, num_samples, layout.dp)
+    align = options.alignment(layout)
+    sizes = -(-values // align) * align
+    members = _group(num_samples, options.sample_groups)
+    if len(members) == num_samples:
+        rows = np.ones(num_samples, dtype=np.int64)
+        tokens, pairs, longest, item_owner = sizes, sizes.astype(float) ** 2, sizes, owner
+    else:
+        rows = np.array([len(m) for m in members])
+        flat = np.array([row for m in members for row in m])
+        starts = np.cumsum(rows) - rows
+        tokens = np.add.reduceat(sizes[flat], starts)
+        pairs = np.add.reduceat(sizes[flat].astype(float) ** 2, starts)
+        longest = np.maximum.reduceat(sizes[flat], starts)
+        item_owner = owner[flat[starts]]
+        if options.balance == "none":
+            for group in members:
+                if len(set(owner[list(group)].tolist())) > 1:
+                    raise ValueError(
+                        f"sample group {list(group)} spans several owners: put it on one, or "
+                        "pass balance='replicas'"
+                    )
+    items = Items(
+        lengths=tuple(values.tolist()),
+        owners=tuple(owner.tolist()),
+        members=members,
+        sizes=sizes,
+        rows=rows,
+        tokens=tokens,
+        pairs=pairs,
+        longest=longest,
+        owner=item_owner,
+    )
+    if options.oversize == "error":
+        _refuse_oversize(items, layout, options)
+    return items
+
+
+def alone_tokens(items: Items, packing: str) -> np.ndarray:
+    """[I] tokens of a micro-batch that holds one item."""
+    return items.tokens if packing == "packed" else items.rows * items.longest
+
+
+def _check_owners(owners: Sequence[int] | None, num_samples: int, dp: int) -> np.ndarray:
+    values = np.asarray(contiguous_owners(num_samples, dp) if owners is None else owners)
+    if values.shape != (num_samples,):
+        raise ValueError(
+            f"owners has {values.size} entries for {num_samples} samples: give one each"
+        )
+    if not np.issubdtype(values.dtype, np.integer) or values.min() < 0 or values.max() >= dp:
+        raise ValueError(f"owners must be dp ranks from 0 to {dp - 1}")
+    return values.astype(np.int64)
+
+
+def _group(num_samples: int, groups: int | tuple[int, ...] | None) -> tuple[tuple[int, ...], ...]:
+    if groups is None:
+        return tuple((row,) for row in range(num_samples))
+    if isinstance(groups, int):
+        if num_samples % groups:
+            raise ValueError(
+                f"sample_groups={groups} does not divide the {num_samples} samples: give whole "
+                "groups, or one group id for each sample"
+            )
+        return tuple(tuple(range(start, start + groups)) for start in range(0, num_samples, groups))
+    if len(groups) != num_samples:
+        raise ValueError(
+            f"sample_groups has {len(groups)} ids for {num_samples} samples: give one each"
+        )
+    rows_of: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows_of.setdefault(group, []).append(row)
+    return tuple(tuple(rows) for rows in rows_of.values())
+
+
+def _refuse_oversize(items: Items, layout: Layout, options: BatchingOptions) -> None:
+    cap, most = options.token_cap(layout), options.micro_batch_size
+    if most is not None:
+        wrong = np.flatnonzero(items.rows > most)
+        if len(wrong):
+            group = items.members[wrong[0]]
+            raise ValueError(
+                f"sample group {list(group)} has {len(group)} samples, over micro_batch_size="
+                f"{most}: raise it to at least {len(group)}, or pass oversize='alone'"
+            )
+        return
+    alone = alone_tokens(items, options.packing)
+    wrong = np.flatnonzero(alone > cap)
+    if not len(wrong):
+        return
+    group, needed = items.members[wrong[0]], int(alone[wrong[0]])
+    plain = sum(items.lengths[row] for row in group)
+    name = f"sample {group[0]}" if len(group) == 1 else f"sample group {list(group)}"
+    padded = ""
+    if needed != plain:
+        padded = f" (needs {needed} with alignment to {options.alignment(layout)} and padding)"
+    raise ValueError(
+        f"{name} has {plain} tokens{padded}, over the cap of {cap} tokens a micro-batch: raise the "
+        f"cap to at least {needed}, or pass oversize='alone'"
+    )

@@ -1,0 +1,288 @@
+"""The plan as a value: which sample runs in which micro-batch, and the check of every invariant.
+
+A plan is frozen and carries what is needed to check it (lengths, layout, options), so a plan read
+from a file is checked exactly like one just made. Times are predictions and take part in
+equality; `planning_seconds` is a measurement and does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from megatron_batching.plan.counts import is_legal
+from megatron_batching.plan.items import Items, gather_items
+from megatron_batching.plan.layout import Layout
+from megatron_batching.plan.options import BatchingOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """The samples of one forward and backward."""
+
+    samples: tuple[int, ...]
+    """Rows of the mini-batch, ascending; none in a dummy."""
+    tokens: int
+    """What it costs in the model, alignment padding included."""
+    dummy: bool = False
+    """Holds no sample and has zero loss weight; it makes the count legal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaPlan:
+    """The micro-batches of one replica, in execution order."""
+
+    dp_rank: int
+    """Data-parallel rank."""
+    micro_batches: tuple[MicroBatch, ...]
+    """In the order in which the schedule numbers them."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches, dummies included."""
+        return len(self.micro_batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the simulator says of a plan; times in the cost model's unit."""
+
+    step_time: float
+    """Of the slowest replica."""
+    lower_bound: float
+    """No plan of this mini-batch on this layout can be faster (`plan.bound`)."""
+    efficiency: float
+    """lower_bound / step_time."""
+    bubble_fraction: float
+    """Share of the ranks' time, up to the slowest replica's end, in which they do nothing."""
+    peak_tokens_in_flight: tuple[float, ...]
+    """For each pp rank: most tokens between forward and backward, over the replicas; a chunk of
+    vpp counts 1 / vpp of its tokens."""
+    unit: str = "token"
+    """The cost model's unit of time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchPlan:
+    """A whole mini-batch, planned. Build it with `plan_mini_batch`."""
+
+    layout: Layout
+    """Sizes of the run."""
+    options: BatchingOptions
+    """Limits that the plan keeps."""
+    group: int | None
+    """`microbatch_group_size_per_vp_stage` of this step; None without vpp."""
+    lengths: tuple[int, ...]
+    """Tokens of each sample, in row order, without padding."""
+    owners: tuple[int, ...]
+    """dp rank that held each sample before planning."""
+    replicas: tuple[ReplicaPlan, ...]
+    """One for each dp rank, in rank order."""
+    predicted: Prediction
+    """From the cost model and the simulator."""
+    planning_seconds: float = field(default=0.0, compare=False)
+    """Measured, so not part of equality."""
+
+    @property
+    def num_dummies(self) -> int:
+        """Micro-batches without a sample, over all replicas."""
+        return sum(b.dummy for r in self.replicas for b in r.micro_batches)
+
+    @property
+    def num_moved(self) -> int:
+        """Samples that run on another replica than the one that held them."""
+        return sum(
+            self.owners[row] != replica.dp_rank
+            for replica in self.replicas
+            for batch in replica.micro_batches
+            for row in batch.samples
+        )
+
+    @property
+    def oversize(self) -> tuple[int, ...]:
+        """Rows of the samples in micro-batches over the token cap (`oversize="alone"`)."""
+        cap = self.options.token_cap(self.layout)
+        over = (
+            []
+            if cap is None
+            else [
+                row
+                for replica in self.replicas
+                for batch in replica.micro_batches
+                if batch.tokens > cap and not batch.dummy
+                for row in batch.samples
+            ]
+        )
+        return tuple(sorted(over))
+
+    def validate(self) -> None:
+        """Check every invariant; ValueError names the first that does not hold."""
+        layout, options = self.layout, self.options
+        items = gather_items(self.lengths, layout, options, self.owners)
+        if [r.dp_rank for r in self.replicas] != list(range(layout.dp)):
+            raise ValueError(f"replicas must be dp ranks 0 to {layout.dp - 1}, in order")
+        if layout.group is not None and self.group != layout.group:
+            raise ValueError(f"group={self.group} differs from the layout's group={layout.group}")
+        place: dict[int, tuple[int, int]] = {}
+        for replica in self.replicas:
+            self._validate_count(replica)
+            for number, batch in enumerate(replica.micro_batches):
+                name = f"micro-batch {number} of dp rank {replica.dp_rank}"
+                self._validate_batch(name, batch, items)
+                for row in batch.samples:
+                    if row in place:
+                        raise ValueError(f"sample {row} is twice in the plan: in {name} again")
+                    place[row] = (replica.dp_rank, number)
+        missing = [row for row in range(len(self.lengths)) if row not in place]
+        if missing:
+            raise ValueError(f"sample {missing[0]} is in no micro-batch ({len(missing)} missing)")
+        for members in items.members:
+            if len({place[row] for row in members}) > 1:
+                raise ValueError(f"samples {list(members)} are one sample group but were parted")
+        if options.balance == "none" and self.num_moved:
+            raise ValueError(f"{self.num_moved} samples left their owner under balance='none'")
+        if options.same_count and len({r.num_micro_batches for r in self.replicas}) > 1:
+            raise ValueError("replicas differ in number of micro-batches under same_count")
+
+    def _validate_count(self, replica: ReplicaPlan) -> None:
+        count, options = replica.num_micro_batches, self.options
+        where = f"dp rank {replica.dp_rank} has {count} micro-batches"
+        if not is_legal(count, self.layout, self.group):
+            raise ValueError(
+                f"{where}, which pp={self.layout.pp} vpp={self.layout.vpp} group={self.group} "
+                "does not allow"
+            )
+        low, high = options.min_num_micro_batches, options.max_num_micro_batches
+        if (low is not None and count < low) or (high is not None and count > high):
+            raise ValueError(f"{where}, outside min_num_micro_batches={low} and max={high}")
+
+    def _validate_batch(self, name: str, batch: MicroBatch, items: Items) -> None:
+        layout, options = self.layout, self.options
+        if batch.dummy != (not batch.samples):
+            raise ValueError(f"{name}: a dummy holds no sample, and only a dummy holds none")
+        if list(batch.samples) != sorted(set(batch.samples)):
+            raise ValueError(f"{name}: samples must be ascending row numbers")
+        for row in batch.samples:
+            if not 0 <= row < len(items.sizes):
+                raise ValueError(f"{name}: sample {row} is outside 0 to {len(items.sizes) - 1}")
+        held = items.sizes[list(batch.samples)].tolist()
+        if batch.dummy:
+            tokens = options.alignment(layout)
+        else:
+            tokens = sum(held) if options.packing == "packed" else len(held) * max(held)
+        if batch.tokens != tokens:
+            raise ValueError(f"{name} says {batch.tokens} tokens, but its samples make {tokens}")
+        cap, most = options.token_cap(layout), options.micro_batch_size
+
+        def alone() -> bool:
+            return options.oversize == "alone" and batch.samples in items.members
+
+        if cap is not None and tokens > cap and not batch.dummy and not alone():
+            raise ValueError(f"{name} has {tokens} tokens, over the cap of {cap}")
+        if most is not None and len(held) > most and not alone():
+            raise ValueError(f"{name} has {len(held)} samples, over micro_batch_size={most}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain values; `from_json` reads it back."""
+        predicted = asdict(self.predicted)
+        predicted["peak_tokens_in_flight"] = list(self.predicted.peak_tokens_in_flight)
+        options = asdict(self.options)
+        if isinstance(options["sample_groups"], tuple):
+            options["sample_groups"] = list(options["sample_groups"])
+        return {
+            "layout": asdict(self.layout),
+            "group": self.group,
+            "replicas": [
+                {
+                    "dp_rank": replica.dp_rank,
+                    "num_micro_batches": replica.num_micro_batches,
+                    "micro_batches": [
+                        {"samples": list(b.samples), "tokens": b.tokens, "dummy": b.dummy}
+                        for b in replica.micro_batches
+                    ],
+                }
+                for replica in self.replicas
+            ],
+            "predicted": predicted,
+            "planning_seconds": self.planning_seconds,
+            "oversize": list(self.oversize),
+            "options": options,
+            "lengths": list(self.lengths),
+            "owners": list(self.owners),
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> MicroBatchPlan:
+        """Read what `to_json` wrote, and check it; ValueError when it is no plan or a wrong one."""
+        keys = {f.name for f in fields(cls)}
+        missing = sorted(keys - set(value))
+        if missing:
+            raise ValueError(f"not a plan: the JSON lacks {', '.join(missing)}")
+        try:
+            plan = cls(
+                layout=Layout(**value["layout"]),
+                options=BatchingOptions(**value["options"]),
+                group=value["group"],
+                lengths=tuple(value["lengths"]),
+                owners=tuple(value["owners"]),
+                replicas=tuple(_read_replica(replica) for replica in value["replicas"]),
+                predicted=Prediction(
+                    **{
+                        **value["predicted"],
+                        "peak_tokens_in_flight": tuple(value["predicted"]["peak_tokens_in_flight"]),
+                    }
+                ),
+                planning_seconds=value["planning_seconds"],
+            )
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"not a plan: {type(error).__name__} {error}") from None
+        plan.validate()
+        return plan
+
+    def describe(self) -> str:
+        """Some lines for a person: limits, counts, and what the simulator expects."""
+        layout, options, predicted = self.layout, self.options, self.predicted
+        counts = [r.num_micro_batches for r in self.replicas]
+        span = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        tokens = [sum(b.tokens for b in r.micro_batches) for r in self.replicas]
+        return "\n".join(
+            [
+                f"layout      pp {layout.pp}, vpp {layout.vpp}, dp {layout.dp}, tp {layout.tp}, "
+                f"cp {layout.cp}" + (f"; group {self.group}" if self.group else ""),
+                f"limit       {self._describe_limit()}",
+                f"samples     {len(self.lengths)}, {sum(self.lengths)} tokens, longest "
+                f"{max(self.lengths)}; {self.num_moved} move to another replica",
+                f"plan        {span} micro-batches a replica, {self.num_dummies} dummies, "
+                f"{min(tokens)} to {max(tokens)} tokens a replica with padding",
+                *(
+                    [f"oversize    samples {list(self.oversize)} are over the cap and run alone"]
+                    if self.oversize
+                    else []
+                ),
+                f"predicted   step {predicted.step_time:.4g} {predicted.unit}, lower bound "
+                f"{predicted.lower_bound:.4g}, efficiency {predicted.efficiency:.3f}, bubble "
+                f"{predicted.bubble_fraction:.1%}",
+                f"in flight   at most {list(predicted.peak_tokens_in_flight)} tokens by pp rank",
+                f"planned in  {self.planning_seconds * 1e3:.1f} ms ({options.method})",
+            ]
+        )
+
+    def _describe_limit(self) -> str:
+        layout, options = self.layout, self.options
+        align = options.alignment(layout)
+        note = f", samples padded to a multiple of {align}" if align > 1 else ""
+        if options.micro_batch_size is not None:
+            return f"{options.micro_batch_size} samples a micro-batch, {options.packing}{note}"
+        cap = options.token_cap(layout) or 0
+        per_gpu = ""
+        if options.max_tokens_per_gpu is not None or layout.cp > 1:
+            per_gpu = f" ({cap / layout.cp:g} a GPU x cp {layout.cp})"
+        return f"{cap} tokens a micro-batch{per_gpu}, {options.packing}{note}"
+
+
+def _read_replica(value: dict[str, Any]) -> ReplicaPlan:
+    batches = tuple(
+        MicroBatch(samples=tuple(b["samples"]), tokens=b["tokens"], dummy=b["dummy"])
+        for b in value["micro_batches"]
+    )
+    return ReplicaPlan(dp_rank=value["dp_rank"], micro_batches=batches)

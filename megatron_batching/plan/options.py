@@ -1,0 +1,111 @@
+"""Batching options: what a micro-batch may hold, and how much the search may try.
+
+Two kinds of limit exist, tokens (dynamic batching) and samples (fixed batching), and exactly one
+is given. The cap is hard. It is stated in tokens of one replica, which is what the sum of sample
+lengths means whatever cp is; `max_tokens_per_gpu` is the same cap in the spelling of systems that
+count what lies on one GPU, and is multiplied by cp. The alternative, guessing from the size of
+the number which of the two was meant, is wrong by a factor of cp without anyone noticing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+from megatron_batching.plan.layout import Layout, check_positive
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchingOptions:
+    """Limits and wishes for the micro-batches of one mini-batch.
+
+    >>> BatchingOptions(max_tokens_per_gpu=16384).token_cap(Layout(cp=2))
+    32768
+    >>> BatchingOptions(max_tokens_per_micro_batch=8, micro_batch_size=2)
+    Traceback (most recent call last):
+    ...
+    ValueError: pass exactly one of max_tokens_per_micro_batch, max_tokens_per_gpu and \
+micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
+    """
+
+    max_tokens_per_micro_batch: int | None = None
+    """Hard cap on the tokens of one micro-batch of one replica, alignment padding included."""
+    max_tokens_per_gpu: int | None = None
+    """The same cap per GPU of the context-parallel group: the cap above is `cp` times this."""
+    micro_batch_size: int | None = None
+    """Fixed batching: the most samples in one micro-batch."""
+    packing: str = "packed"
+    """`packed` (a micro-batch costs the sum of its samples) or `padded` (rows x the longest)."""
+    align: int = 1
+    """Each sample is padded to a multiple of this (tp with sequence parallelism, fp8). With
+    cp > 1 a multiple of 2 cp is needed too, and taken without asking."""
+    oversize: str = "error"
+    """A sample over the cap: `error`, or `alone` in a micro-batch of its own, reported."""
+    sample_groups: int | tuple[int, ...] | None = None
+    """n: each n consecutive samples share a micro-batch; or one group id for each sample."""
+    balance: str = "replicas"
+    """`replicas` moves samples between replicas; `none` leaves each with its owner."""
+    min_num_micro_batches: int | None = None
+    """Fewest micro-batches of a replica, dummies included."""
+    max_num_micro_batches: int | None = None
+    """Most micro-batches of a replica, dummies included."""
+    same_count: bool = False
+    """Every replica gets the same number of micro-batches (needed with expert parallelism)."""
+    method: str = "search"
+    """`search`, or `baseline`: what other systems do, made legal."""
+    search_budget: int | None = None
+    """Most candidate plans of one replica to simulate; None chooses by the size of the job."""
+    forward_only: bool = False
+    """Plan for a pass without backward (evaluation, log-probabilities)."""
+
+    def __post_init__(self) -> None:
+        sizes = ("max_tokens_per_micro_batch", "max_tokens_per_gpu", "micro_batch_size")
+        given = [
+            f"{name}={getattr(self, name)}" for name in sizes if getattr(self, name) is not None
+        ]
+        if len(given) != 1:
+            raise ValueError(
+                f"pass exactly one of {', '.join(sizes[:2])} and {sizes[2]}, "
+                f"not {', '.join(given) or 'none'}"
+            )
+        counts = ("min_num_micro_batches", "max_num_micro_batches", "search_budget")
+        for name in (*sizes, *counts):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        check_positive("align", self.align)
+        check_choice("packing", self.packing, ("packed", "padded"))
+        check_choice("oversize", self.oversize, ("error", "alone"))
+        check_choice("balance", self.balance, ("replicas", "none"))
+        check_choice("method", self.method, ("search", "baseline"))
+        low, high = self.min_num_micro_batches, self.max_num_micro_batches
+        if low is not None and high is not None and low > high:
+            raise ValueError(
+                f"min_num_micro_batches={low} is over max_num_micro_batches={high}: lower the first"
+            )
+        if isinstance(self.sample_groups, int):
+            check_positive("sample_groups", self.sample_groups)
+        elif self.sample_groups is not None:
+            object.__setattr__(self, "sample_groups", tuple(int(g) for g in self.sample_groups))
+
+    def token_cap(self, layout: Layout) -> int | None:
+        """Hard cap in tokens of one replica; None in fixed batching."""
+        if self.max_tokens_per_gpu is not None:
+            return self.max_tokens_per_gpu * layout.cp
+        return self.max_tokens_per_micro_batch
+
+    def alignment(self, layout: Layout) -> int:
+        """Multiple to which each sample is padded: `align`, and 2 cp where cp > 1.
+
+        Context parallelism cuts each sample into 2 cp pieces (Megatron-Core,
+        `get_batch_on_this_cp_rank` and its packed counterpart).
+
+        >>> BatchingOptions(micro_batch_size=1, align=3).alignment(Layout(cp=2))
+        12
+        """
+        return lcm(self.align, 2 * layout.cp) if layout.cp > 1 else self.align

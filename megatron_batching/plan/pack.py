@@ -1,0 +1,152 @@
+"""Packing: the items of one replica into exactly M micro-batches, and what those cost.
+
+`Packer` is where packed and padded, dynamic and fixed meet: it knows how much a micro-batch may
+hold and how its features follow from its items, so that baseline and search are written once. A
+packing is a tuple of item-index arrays in execution order; an empty array is a dummy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_batching.plan.cost import CostModel
+from megatron_batching.plan.items import Items, alone_tokens
+from megatron_batching.plan.layout import Layout
+from megatron_batching.plan.options import BatchingOptions
+from megatron_batching.plan.partition import best_fit, descending, longest_first, runs
+
+Packing = tuple[np.ndarray, ...]
+
+
+def small_ends(loads: np.ndarray) -> np.ndarray:
+    """Order with the smallest at both ends and the largest in the middle.
+
+    The pipeline fills while the first micro-batches travel down and drains while the last travel
+    up; small ones there leave the ranks idle for less time.
+
+    >>> small_ends(np.array([5, 1, 4, 2, 3])).tolist()
+    [1, 4, 0, 2, 3]
+    """
+    ascending = np.argsort(loads, kind="stable")
+    return np.concatenate([ascending[::2], ascending[1::2][::-1]])
+
+
+class Packer:
+    """Cuts items into micro-batches under the limits of one layout and set of options."""
+
+    def __init__(
+        self, items: Items, layout: Layout, options: BatchingOptions, model: CostModel
+    ) -> None:
+        self.items = items
+        self.model = model
+        self.forward_only = options.forward_only
+        self.padded = options.packing == "padded"
+        self.dummy_tokens = options.alignment(layout)
+        self.fixed = options.micro_batch_size is not None
+        if self.fixed:
+            self.cap, self.weights = float(options.micro_batch_size or 0), items.rows
+        else:
+            self.cap = float(options.token_cap(layout) or 0)
+            self.weights = alone_tokens(items, options.packing)
+        tokens = alone_tokens(items, options.packing).astype(float)
+        pairs = items.rows * items.longest.astype(float) ** 2 if self.padded else items.pairs
+        self.alone = np.stack([np.zeros(len(items)), tokens, pairs], axis=1)
+        """[I, 3] features that an item adds when it shares no padding, without the overhead."""
+        self.costs = model.load(self.alone, self.forward_only)
+        """[I] time of an item on all stages together, without the overhead."""
+
+    def features(self, packing: Packing) -> np.ndarray:
+        """[M, 3] features of the micro-batches, in order."""
+        counts = np.array([len(held) for held in packing])
+        flat = np.concatenate(packing)
+        bins = np.repeat(np.arange(len(packing)), counts)
+        return self.features_of(flat, bins, len(packing))
+
+    def features_of(self, chosen: np.ndarray, bins: np.ndarray, num_bins: int) -> np.ndarray:
+        """[num_bins, 3] features when item `chosen[i]` lies in bin `bins[i]`."""
+        if self.padded:
+            rows = np.bincount(bins, self.items.rows[chosen], num_bins)
+            longest = np.zeros(num_bins)
+            np.maximum.at(longest, bins, self.items.longest[chosen])
+            features = np.stack([np.ones(num_bins), rows * longest, rows * longest**2], axis=1)
+        else:
+            tokens = np.bincount(bins, self.items.tokens[chosen], num_bins)
+            pairs = np.bincount(bins, self.items.pairs[chosen], num_bins)
+            features = np.stack([np.ones(num_bins), tokens, pairs], axis=1)
+        features[features[:, 1] == 0, 1:] = self.dummy_tokens, self.dummy_tokens**2
+        return features
+
+    def loads(self, packing: Packing) -> np.ndarray:
+        """[M] time of each micro-batch on all stages together."""
+        return self.model.load(self.features(packing), self.forward_only)
+
+    def least_count(self, chosen: np.ndarray) -> int:
+        """Fewest micro-batches found that hold the items `chosen`."""
+        if not len(chosen):
+            return 0
+        return int(self._fewest(chosen).max()) + 1
+
+    def pack(
+        self, chosen: np.ndarray, num_bins: int, initial: Sequence[float] | None = None
+    ) -> Packing | None:
+        """The items `chosen` in `num_bins` micro-batches of balanced cost, unordered.
+
+        initial: [num_bins] loads that a micro-batch is taken to hold already. None is returned
+        when no packing in so few micro-batches is found.
+        """
+        if not len(chosen):
+            return (chosen,) * num_bins
+        assignment = (
+            self._pack_padded(chosen, num_bins)
+            if self.padded
+            else longest_first(
+                self.costs[chosen], self.weights[chosen], num_bins, self.cap, initial
+            )
+        )
+        if assignment is None:
+            assignment = self._fewest(chosen)
+        if int(assignment.max()) >= num_bins:
+            return None
+        return split(chosen, assignment, num_bins)
+
+    def _fewest(self, chosen: np.ndarray) -> np.ndarray:
+        if self.padded:
+            return self._cut(chosen, np.inf)
+        return best_fit(self.weights[chosen], int(self.cap))
+
+    def _cut(self, chosen: np.ndarray, most_cost: float) -> np.ndarray:
+        """Padded: runs of similar length, each under the cap and under `most_cost`."""
+        longest = self.items.longest[chosen]
+        order = descending(longest)
+        rows = self.items.rows[chosen]
+        limit = np.full(len(chosen), self.cap) if self.fixed else self.cap // longest
+        row_cost = self.costs[chosen] / rows
+        if most_cost < np.inf:
+            limit = np.minimum(limit, most_cost // np.maximum(row_cost, 1e-300))
+        assignment = np.empty(len(chosen), dtype=np.int64)
+        assignment[order] = runs(longest[order], rows[order], limit[order])
+        return assignment
+
+    def _pack_padded(self, chosen: np.ndarray, num_bins: int) -> np.ndarray | None:
+        """Least highest cost whose runs fit into `num_bins`, by bisection."""
+        best = self._cut(chosen, np.inf)
+        if best.max() >= num_bins:
+            return None
+        low, high = 0.0, float(self.costs[chosen].sum())
+        for _ in range(30):
+            middle = (low + high) / 2
+            cut = self._cut(chosen, middle)
+            if cut.max() < num_bins:
+                best, high = cut, middle
+            else:
+                low = middle
+        return best
+
+
+def split(chosen: np.ndarray, assignment: np.ndarray, num_bins: int) -> Packing:
+    """The items of each bin, ascending."""
+    order = np.argsort(assignment, kind="stable")
+    bounds = np.cumsum(np.bincount(assignment, minlength=num_bins))[:-1]
+    return tuple(np.split(chosen[order], bounds))

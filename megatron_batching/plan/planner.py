@@ -1,0 +1,90 @@
+"""`plan_mini_batch`: lengths in, a checked plan out.
+
+The plan is a pure function of its arguments: no clock, no random numbers, no set or hash order
+decides anything, so every rank that calls this with the gathered lengths gets the same plan, or
+the same error, without talking to another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_batching.plan.baseline import plan_baseline
+from megatron_batching.plan.bound import lower_bound
+from megatron_batching.plan.cost import CostModel, uniform_cost_model
+from megatron_batching.plan.items import Items, gather_items
+from megatron_batching.plan.layout import Layout
+from megatron_batching.plan.micro_batch_plan import MicroBatch, MicroBatchPlan, ReplicaPlan
+from megatron_batching.plan.options import BatchingOptions
+from megatron_batching.plan.pack import Packer, Packing
+from megatron_batching.plan.partition import longest_first
+from megatron_batching.plan.predict import predict
+
+
+def plan_mini_batch(
+    lengths: Sequence[int],
+    layout: Layout,
+    options: BatchingOptions,
+    cost_model: CostModel | None = None,
+    owners: Sequence[int] | None = None,
+) -> MicroBatchPlan:
+    """Plan one mini-batch, on all replicas at once.
+
+    Args:
+        lengths: tokens of each sample of the global mini-batch, in row order.
+        layout: sizes of the run.
+        options: limits and wishes.
+        cost_model: times to plan by; None counts tokens (`uniform_cost_model`).
+        owners: dp rank that holds each sample; None means contiguous blocks.
+
+    Raises:
+        ValueError: the input cannot be planned; the line names value, rule and remedy.
+
+    >>> plan = plan_mini_batch(
+    ...     [7] * 8, Layout(), BatchingOptions(max_tokens_per_micro_batch=8)
+    ... )
+    >>> plan.replicas[0].num_micro_batches
+    8
+    """
+    started = time.perf_counter()
+    model = cost_model if cost_model is not None else uniform_cost_model(layout)
+    model.check_layout(layout)
+    items = gather_items(lengths, layout, options, owners)
+    packer = Packer(items, layout, options, model)
+    shares = [np.flatnonzero(items.owner == rank) for rank in range(layout.dp)]
+    if options.method == "search" and options.balance == "replicas":
+        spread = longest_first(packer.costs, packer.weights, layout.dp, np.inf)
+        assert spread is not None
+        shares = [np.flatnonzero(spread == rank) for rank in range(layout.dp)]
+    group, packings = plan_baseline(packer, shares, layout, options)
+    bound = lower_bound(packer, layout, options)
+    return MicroBatchPlan(
+        layout=layout,
+        options=options,
+        group=group,
+        lengths=items.lengths,
+        owners=items.owners,
+        replicas=tuple(
+            _replica(rank, packing, packer, items) for rank, packing in enumerate(packings)
+        ),
+        predicted=predict(packer, layout, group, packings, bound),
+        planning_seconds=time.perf_counter() - started,
+    )
+
+
+def _replica(rank: int, packing: Packing, packer: Packer, items: Items) -> ReplicaPlan:
+    tokens = packer.features(packing)[:, 1].astype(int).tolist()
+    return ReplicaPlan(
+        dp_rank=rank,
+        micro_batches=tuple(
+            MicroBatch(
+                samples=tuple(sorted(row for item in held.tolist() for row in items.members[item])),
+                tokens=total,
+                dummy=not len(held),
+            )
+            for held, total in zip(packing, tokens, strict=True)
+        ),
+    )
