@@ -13,8 +13,10 @@ from .ops import (
     legal_groups,
     parse_ops,
 )
+from .programs import Communication
 from .simulate import (
-    Communication,
+    Idle,
+    ScheduleDeadlock,
     Simulation,
     StageTimes,
     peak_tokens_in_flight,
@@ -25,8 +27,10 @@ from .timeline import Event, Timeline
 __all__ = [
     "Communication",
     "Event",
+    "Idle",
     "Op",
     "PipelineSchedule",
+    "ScheduleDeadlock",
     "Simulation",
     "StageTimes",
     "Timeline",

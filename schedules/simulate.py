@@ -1,15 +1,34 @@
-"""Start and end of every op on every rank."""
+"""Start and end of every op on every rank.
+
+The simulator carries out the programs of `programs.py` with exact arithmetic: a rank's clock
+moves on by the time of an op or to the arrival of a message, by nothing else. What it takes in
+is the time of every micro-batch on every virtual stage, so that uneven stages, dummies and the
+loss on the last stage all show; what it leaves out:
+
+- time between ops: Python, kernel launches, the data loader, logging;
+- contention: transfers overlap freely, slow no compute down and share no link;
+- NCCL's one queue for each pair of ranks, in which a receive that waits holds up a later send;
+- buffered sends: NCCL may finish small ones before the receiver is there;
+- what follows the last backward: gradient reduction, `finalize_model_grads`, the optimizer; and
+  data-parallel traffic during backwards;
+- different times for the same work: jitter, throttling, a slow rank.
+
+An event queue would simulate more (links, streams) and would make the order of events depend on
+times, which `simulate_many` could not then share between candidates.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from .ops import Op, PipelineSchedule
+from .programs import Communication, Instruction, Message, Post, Program, Wait, programs
 from .timeline import Event, Timeline
 
 FloatArray = npt.NDArray[np.float64]
@@ -62,22 +81,22 @@ class StageTimes:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Communication:
-    """How activations and gradients travel between ranks.
+class Idle(NamedTuple):
+    """A stretch in which a rank stood still before its op number `before`.
 
-    Attributes:
-        latency: time from the moment both ends are ready to the arrival, any size.
-        bandwidth: bytes per unit of time; infinite when left out.
-        bytes_per_token: bytes of one token's activation; only matters with a finite bandwidth.
-        planned_shapes: receivers know every shape beforehand. Otherwise each message is preceded by
-            Megatron's blocking exchange of shapes (`variable_seq_lengths`).
+    `cause` is what ended last: "activation" or "gradient" (waiting to receive one), "shape" (an
+    exchange of shapes), "send" (waiting until a peer takes a tensor), "end" (no ops left).
     """
 
-    latency: float = 0.0
-    bandwidth: float = math.inf
-    bytes_per_token: float = 0.0
-    planned_shapes: bool = True
+    pp_rank: int
+    before: int
+    cause: str
+    start: float
+    end: float
+
+
+CAUSES = ("activation", "gradient", "shape", "send", "end")
+PHASES = ("warm-up", "steady", "cool-down")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,6 +108,7 @@ class Simulation:
         times: the times that it was run with.
         start: [pp, ops a rank] start of each op, aligned with `schedule.ops(pp_rank)`.
         end: [pp, ops a rank].
+        idle: every stretch between ops in which a rank stood still, and why.
         tokens: [M] tokens of each micro-batch, when known.
     """
 
@@ -96,6 +116,7 @@ class Simulation:
     times: StageTimes
     start: FloatArray
     end: FloatArray
+    idle: tuple[Idle, ...]
     tokens: npt.NDArray[np.int64] | None = None
 
     @property
@@ -110,6 +131,35 @@ class Simulation:
             return 0.0
         busy = float((self.end - self.start).sum())
         return max(0.0, 1.0 - busy / (self.schedule.pp * self.step_time))
+
+    @property
+    def bubble_by_cause(self) -> dict[str, float]:
+        """The bubble fraction, split by what ranks waited for (see `Idle`); sums to it."""
+        return self._shares(CAUSES, lambda stretch: stretch.cause)
+
+    @property
+    def bubble_by_phase(self) -> dict[str, float]:
+        """The bubble fraction, split by the phase of the op that a rank waited to run.
+
+        The warm-up holds the forwards before the first forward-backward pair, the cool-down the
+        backwards after the last, and the wait of finished ranks for the others.
+        """
+
+        def phase(stretch: Idle) -> str:
+            warmup = self.schedule.num_warmup(stretch.pp_rank)
+            if stretch.before < warmup:
+                return "warm-up"
+            cooldown = self.schedule.num_ops - (0 if self.schedule.forward_only else warmup)
+            return "steady" if stretch.before < cooldown else "cool-down"
+
+        return self._shares(PHASES, phase)
+
+    def _shares(self, names: Sequence[str], name_of: Callable[[Idle], str]) -> dict[str, float]:
+        shares = dict.fromkeys(names, 0.0)
+        for stretch in self.idle:
+            shares[name_of(stretch)] += stretch.end - stretch.start
+        rank_time = self.schedule.pp * self.step_time or 1.0
+        return {name: share / rank_time for name, share in shares.items()}
 
     @property
     def peak_tokens_in_flight(self) -> tuple[float, ...]:
@@ -165,12 +215,8 @@ def peak_tokens_in_flight(
     >>> peak_tokens_in_flight(PipelineSchedule(pp=2, num_micro_batches=3), [5, 7, 1])
     (12.0, 7.0)
     """
-    tokens = np.asarray(tokens)
-    if tokens.shape != (schedule.num_micro_batches,):
-        raise ValueError(
-            f"tokens has shape {tokens.shape}: give one number for each of the "
-            f"{schedule.num_micro_batches} micro-batches"
-        )
+    tokens = check_tokens(schedule, Communication(), tokens)
+    assert tokens is not None
     if schedule.forward_only:
         return (float(tokens.max()) / schedule.vpp,) * schedule.pp
     peaks = []
@@ -179,6 +225,10 @@ def peak_tokens_in_flight(
         moved = tokens[[op.micro_batch for op in schedule.ops(rank)]]
         peaks.append(float(np.cumsum(sign * moved).max()) / schedule.vpp)
     return tuple(peaks)
+
+
+class ScheduleDeadlock(RuntimeError):
+    """No rank can go on; the message shows every rank's ops with the stuck one marked."""
 
 
 def simulate(
@@ -193,50 +243,155 @@ def simulate(
         schedule: the op order.
         times: [M, S] forward and backward times.
         communication: how ranks exchange tensors; free and with planned shapes when left out.
-        tokens: [M] tokens of each micro-batch.
+        tokens: [M] tokens of each micro-batch; needed with a finite bandwidth.
+
+    Raises:
+        ValueError: shapes do not fit, or Megatron would swap messages.
+        ScheduleDeadlock: no rank can go on.
 
     >>> schedule = PipelineSchedule(pp=2, num_micro_batches=2)
-    >>> simulate(schedule, StageTimes.even(schedule, [1, 1], [2, 2])).step_time
-    9.0
+    >>> simulation = simulate(schedule, StageTimes.even(schedule, [1, 1], [2, 2]))
+    >>> simulation.step_time, round(simulation.bubble_fraction, 3)
+    (9.0, 0.333)
     """
-    check_times(schedule, times)
     communication = communication or Communication()
-    pp, last = schedule.pp, schedule.num_virtual_stages - 1
-    done: dict[tuple[str, int, int], float] = {}
-    start = np.zeros((pp, schedule.num_ops))
-    end = np.zeros((pp, schedule.num_ops))
-    position, clock = [0] * pp, [0.0] * pp
-    progress = True
-    while progress:
-        progress = False
-        for rank in range(pp):
-            ops = schedule.ops(rank)
-            while position[rank] < len(ops):
-                i = position[rank]
-                op: Op = ops[i]
-                stage = schedule.stage(op, rank)
-                if op.kind == "F":
-                    needed = ("F", op.micro_batch, stage - 1) if stage else None
-                    duration = times.forward[op.micro_batch, stage]
-                else:
-                    peer = ("B", op.micro_batch, stage + 1)
-                    needed = peer if stage < last else ("F", op.micro_batch, stage)
-                    duration = times.backward[op.micro_batch, stage]
-                if needed is not None and needed not in done:
-                    break
-                start[rank, i] = max(clock[rank], 0.0 if needed is None else done[needed])
-                clock[rank] = end[rank, i] = start[rank, i] + duration
-                done[op.kind, op.micro_batch, stage] = clock[rank]
-                position[rank] += 1
-                progress = True
-    assert all(p == schedule.num_ops for p in position)
+    check_times(schedule, times)
+    counts = check_tokens(schedule, communication, tokens)
+    run = _Run(schedule, times, communication, counts)
+    run.finish(programs(schedule, communication.shape))
     return Simulation(
         schedule=schedule,
         times=times,
-        start=start,
-        end=end,
-        tokens=None if tokens is None else np.asarray(tokens, dtype=np.int64),
+        start=np.array(run.start),
+        end=np.array(run.end),
+        idle=tuple(run.idle),
+        tokens=counts,
     )
+
+
+class _Run:
+    """Advances every rank through its program until all are done."""
+
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        times: StageTimes,
+        communication: Communication,
+        tokens: npt.NDArray[np.int64] | None,
+    ) -> None:
+        self.schedule = schedule
+        self.times = {"F": times.forward.tolist(), "B": times.backward.tolist()}
+        self.transfer = [
+            communication.transfer_time(0 if tokens is None else int(tokens[micro_batch]))
+            for micro_batch in range(schedule.num_micro_batches)
+        ]
+        self.exchange = communication.latency + communication.shape_latency
+        self.clock = [0.0] * schedule.pp
+        self.position = [0] * schedule.pp
+        self.sent: dict[Message, float] = {}
+        self.received: dict[Message, float] = {}
+        self.start: list[list[float]] = [[] for _ in range(schedule.pp)]
+        self.end: list[list[float]] = [[] for _ in range(schedule.pp)]
+        self.idle: list[Idle] = []
+
+    def finish(self, programs: tuple[Program, ...]) -> None:
+        progress = True
+        while progress:
+            progress = False
+            for rank, program in enumerate(programs):
+                while self.position[rank] < len(program):
+                    if not self.advance(rank, program[self.position[rank]]):
+                        break
+                    self.position[rank] += 1
+                    progress = True
+        if any(p < len(program) for p, program in zip(self.position, programs, strict=True)):
+            raise ScheduleDeadlock(self.describe_deadlock(programs))
+        step_time = max(end[-1] for end in self.end)
+        for rank, end in enumerate(self.end):
+            if end[-1] < step_time:
+                self.idle.append(Idle(rank, len(end), "end", end[-1], step_time))
+
+    def advance(self, rank: int, instruction: Instruction) -> bool:
+        """Carry out one instruction; False when it has to wait for another rank."""
+        now = self.clock[rank]
+        if isinstance(instruction, Op):
+            stage = self.schedule.stage(instruction, rank)
+            self.start[rank].append(now)
+            now += self.times[instruction.kind][instruction.micro_batch][stage]
+            self.end[rank].append(now)
+        elif isinstance(instruction, Post):
+            self.sent.update((message, now) for message, _ in instruction.sends)
+            self.received.update((message, now) for message, _ in instruction.receives)
+        else:
+            for message in instruction.receives + instruction.sends:
+                if message not in self.sent or message not in self.received:
+                    return False
+            for messages, is_send in ((instruction.receives, False), (instruction.sends, True)):
+                for message in messages:
+                    now = self.wait(rank, now, message, is_send)
+        self.clock[rank] = now
+        return True
+
+    def wait(self, rank: int, now: float, message: Message, is_send: bool) -> float:
+        """The time at which a message has arrived, or now when that was earlier."""
+        is_shape = message.part == "shape"
+        arrival = max(self.sent[message], self.received[message])
+        arrival += self.exchange if is_shape else self.transfer[message.micro_batch]
+        before = len(self.start[rank])
+        if arrival > now and before < self.schedule.num_ops:
+            cause = "activation" if message.kind == "F" else "gradient"
+            cause = "shape" if is_shape else "send" if is_send else cause
+            self.idle.append(Idle(rank, before, cause, now, arrival))
+        return max(now, arrival)
+
+    def describe_deadlock(self, programs: tuple[Program, ...]) -> str:
+        """The rank-by-step grid: done ops, the stuck one in >marks<, the rest in brackets."""
+        lines = ["no rank can go on: each waits for a message that no other will send or take"]
+        steps = [len(end) for end in self.end]
+        first, last = max(0, min(steps) - 3), max(steps) + 3
+        head = "  ".join(f"{step:>8}" for step in range(first, last))
+        lines.append(f"{'step':>6}  {head}")
+        for rank, program in enumerate(programs):
+            stuck = self.position[rank] < len(program)
+            ops = [op for op in program if isinstance(op, Op)]
+            cells = []
+            for step, op in list(enumerate(ops))[first:last]:
+                text = f"[{op}]" if step > steps[rank] else str(op)
+                cells.append(f"{f'>{op}<' if stuck and step == steps[rank] else text:>8}")
+            lines.append(f"{f'pp{rank}':>6}  {'  '.join(cells)}")
+        for rank, program in enumerate(programs):
+            if self.position[rank] < len(program):
+                wait = program[self.position[rank]]
+                assert isinstance(wait, Wait)
+                lines += [
+                    f"pp{rank} waits to {verb} the {message}"
+                    for verb, messages in (("receive", wait.receives), ("send", wait.sends))
+                    for message in messages
+                    if message not in self.sent or message not in self.received
+                ]
+        return "\n".join(lines)
+
+
+def check_tokens(
+    schedule: PipelineSchedule,
+    communication: Communication,
+    tokens: Sequence[int] | npt.NDArray[np.int64] | None,
+) -> npt.NDArray[np.int64] | None:
+    """The tokens as an array; ValueError when there are too few, or none where they matter."""
+    if tokens is None:
+        if math.isfinite(communication.bandwidth):
+            raise ValueError(
+                f"bandwidth is {communication.bandwidth} and tokens None: transfer times need the "
+                "tokens of each micro-batch; give tokens=[M] or leave bandwidth infinite"
+            )
+        return None
+    array = np.asarray(tokens, dtype=np.int64)
+    if array.shape != (schedule.num_micro_batches,):
+        raise ValueError(
+            f"tokens has shape {array.shape}: give one number for each of the "
+            f"{schedule.num_micro_batches} micro-batches"
+        )
+    return array
 
 
 def check_times(schedule: PipelineSchedule, times: StageTimes) -> None:
