@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -22,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Plans micro-batches for Megatron-Core pipelines and runs them.",
 )
+
+_PATIENCE_S = 10.0
 
 Lengths = Annotated[
     str,
@@ -103,9 +106,9 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides of the config: section.key=value.")
     ] = None,
-    config: Annotated[
-        Path, typer.Option(help="YAML file; configs/demo.yaml is one.")
-    ] = Path("configs/demo.yaml"),
+    config: Annotated[Path, typer.Option(help="YAML file; configs/demo.yaml is one.")] = Path(
+        "configs/demo.yaml"
+    ),
     lengths: Annotated[
         str | None, typer.Option(help="Length file or @name, instead of data.lengths.")
     ] = None,
@@ -134,6 +137,10 @@ def main() -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    # torchrun ends all ranks when the first one exits. All have the same error: rank 0 says it
+    # and the others wait for their end. One that fails alone speaks up after a while.
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(_PATIENCE_S)
+    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     sys.exit(2)

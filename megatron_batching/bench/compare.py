@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +22,7 @@ from rich.table import Table
 from megatron_batching.data import synthetic_mini_batch
 from megatron_batching.engine.config import TrainConfig
 from megatron_batching.engine.pipeline import PipelineEngine, StepReport
-from megatron_batching.plan import BatchingOptions, plan_mini_batch
+from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan, plan_mini_batch
 from megatron_batching.schedules import Timeline, draw_png
 
 
@@ -41,14 +43,9 @@ def run_comparison(
     mini_batch = synthetic_mini_batch(
         lengths, vocab_size=config.model.vocab_size, seed=config.run.seed + 1_000
     )
-    plain = BatchingOptions(
-        micro_batch_size=config.compare.micro_batch_size,
-        packing="padded",
-        balance="none",
-        method="in_order",
-    )
+    plain = plain_plan(lengths, config.layout, config.compare.micro_batch_size)
     methods = {
-        "plain": (plan_mini_batch(lengths, config.layout, plain), False),
+        "plain": (plain, False),
         "planned": (engine.plan(mini_batch), config.run.planned_shapes),
     }
     reports: dict[str, list[StepReport]] = {name: [] for name in methods}
@@ -78,6 +75,30 @@ def run_comparison(
         draw_png(timelines, path)
         console.print(f"timeline of one step of each: {path}")
     return {**results, **differences, "speed_up": speed_up}
+
+
+def plain_plan(lengths: Sequence[int], layout: Layout, micro_batch_size: int) -> MicroBatchPlan:
+    """Each replica's own samples, so many per padded micro-batch, in order of arrival."""
+    share = np.array_split(np.arange(len(lengths)), layout.dp)
+    ids = [rows // micro_batch_size + len(lengths) * i for i, rows in enumerate(_local(share))]
+    options = BatchingOptions(
+        micro_batch_size=micro_batch_size,
+        packing="padded",
+        balance="none",
+        method="baseline",
+        sample_groups=tuple(np.concatenate(ids).tolist()),
+    )
+    plan = plan_mini_batch(lengths, layout, options)
+    replicas = tuple(
+        replace(r, micro_batches=tuple(sorted(r.micro_batches, key=lambda m: (m.dummy, m.samples))))
+        for r in plan.replicas
+    )
+    return replace(plan, replicas=replicas)
+
+
+def _local(shares: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Row numbers counted from the start of each share."""
+    return [rows - rows[0] if len(rows) else rows for rows in shares]
 
 
 def _summary(steps: Sequence[StepReport]) -> dict[str, float]:

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from megatron_batching.data import MiniBatch
     from megatron_batching.engine.pipeline import StepReport
 
+_LOG_WIDTH = 110  # columns of a table in a log file
 COLUMNS = (
-    "mini-batch",
+    "#",
     "samples",
     "tokens",
     "micro-batches",
@@ -88,6 +89,8 @@ def run_training(config: TrainConfig) -> None:
         planned_shapes=config.run.planned_shapes,
     )
     console = Console(quiet=placement.rank != 0, highlight=False)
+    if not console.is_terminal:
+        console.width = _LOG_WIDTH
     rows = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("training", total=len(plans))
@@ -147,5 +150,3 @@ def _table(rows: Sequence[dict[str, float]]) -> Table:
             f"{row['bubble_fraction']:.0%}",
         )
     return table
-
-

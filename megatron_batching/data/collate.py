@@ -132,14 +132,11 @@ def collate(
         slots.append((row, start, n))
         if packing == "packed":
             start += aligned(n, align)
-    tensors = (input_ids, labels, loss_mask, position_ids)
-    if device is not None and device.type != "cpu":
-        tensors = tuple(t.to(device, non_blocking=True) for t in tensors)
     return Batch(
-        input_ids=tensors[0],
-        labels=tensors[1],
-        loss_mask=tensors[2],
-        position_ids=tensors[3],
+        input_ids=input_ids.to(device, non_blocking=True),
+        labels=labels.to(device, non_blocking=True),
+        loss_mask=loss_mask.to(device, non_blocking=True),
+        position_ids=position_ids.to(device, non_blocking=True),
         slots=tuple(slots),
         packing=packing,
     )

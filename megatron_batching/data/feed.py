@@ -74,7 +74,7 @@ def restore_order(
             f"{len(outputs)} outputs came back for {len(samples_of)} micro-batches; "
             "return one list per micro-batch, dummies included"
         )
-    restored = {}
+    restored: dict[int, Any] = {}
     for i, (samples, values) in enumerate(zip(samples_of, outputs, strict=True)):
         if len(samples) != len(values):
             raise ValueError(

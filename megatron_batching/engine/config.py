@@ -119,17 +119,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         ValueError: no such file, not YAML, an unknown key, or a value that its section refuses.
     """
     try:
-        config = OmegaConf.load(path)
+        read = OmegaConf.load(path)
     except (OSError, YAMLError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"config {path} cannot be read: {reason}; pass a YAML file") from error
     for override in overrides:
         if "=" not in override:
             raise ValueError(f"override {override!r} is not of the form section.key=value")
-    config = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
-    sections = OmegaConf.to_container(config, resolve=True)
+    sections: Any = OmegaConf.to_container(read, resolve=True)
     if not isinstance(sections, dict):
         raise ValueError(f"config {path} holds no sections; write `layout:`, `batching:`, ...")
+    merged = OmegaConf.merge(read, OmegaConf.from_dotlist(list(overrides)))
+    sections = OmegaConf.to_container(merged, resolve=True)
     _check_keys(sections, TrainConfig, prefix="")
     values = {}
     for name, section in sections.items():

@@ -165,9 +165,7 @@ class PipelineEngine:
         )
         lengths = mini_batch.lengths
         shapes = [
-            batch_shape(
-                [lengths[i] for i in m.samples], packing=packing, align=align
-            )
+            batch_shape([lengths[i] for i in m.samples], packing=packing, align=align)
             for m in micro_batches
         ]
         scaling = LossScaling(
@@ -201,9 +199,7 @@ class PipelineEngine:
                 forward_step=partial(self._forward_step, scaling, keep),
                 iterators=feed.iterators(),
                 shapes=shapes,
-                planned_shapes=(
-                    self.planned_shapes if planned_shapes is None else planned_shapes
-                ),
+                planned_shapes=(self.planned_shapes if planned_shapes is None else planned_shapes),
                 timers=recorder,
             )
         elapsed = time.perf_counter() - start

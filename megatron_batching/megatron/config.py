@@ -90,6 +90,7 @@ def check_world_size(layout: Layout, world_size: int) -> None:
     if layout.world_size != world_size:
         raise ValueError(
             f"the layout needs pp {layout.pp} x dp {layout.dp} x tp {layout.tp} x cp {layout.cp} "
-            f"= {layout.world_size} processes, but {world_size} were started; change the layout, "
+            f"= {layout.world_size} processes, but {world_size} "
+            f"{'was' if world_size == 1 else 'were'} started; change the layout, "
             f"or start torchrun --nproc-per-node {layout.world_size}"
         )

@@ -173,7 +173,6 @@ def _transformer_config(model: ModelConfig, placement: Placement) -> Transformer
         batch_p2p_comm=not interleaved,
         deallocate_pipeline_outputs=True,
         use_cpu_initialization=True,
-        perform_initialization=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         finalize_model_grads_func=finalize_model_grads,

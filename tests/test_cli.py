@@ -1,0 +1,164 @@
+"""The command line: a plan as JSON, and every wrong input as one line and exit code 2.
+
+Command: pytest tests/test_cli.py
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_batching.cli import main
+
+DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run the command line in this process; returns (exit code, stdout, stderr)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["megatron-batching", *arguments])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def lengths_file(tmp_path: Path) -> str:
+    path = tmp_path / "lengths.txt"
+    path.write_text("400\n30\n170\n64\n90\n220\n50\n310\n")
+    return str(path)
+
+
+def test_plan_prints_the_documented_json(run: Any, lengths_file: str) -> None:
+    code, out, _ = run(
+        "plan", lengths_file, "--pp=2", "--vpp=2", "--dp=2", "--max-tokens=500", "--json"
+    )
+    assert code == 0
+    plan = json.loads(out)
+    assert plan["layout"] == {"pp": 2, "vpp": 2, "dp": 2, "tp": 1, "cp": 1, "group": None}
+    assert isinstance(plan["group"], int)
+    assert [r["dp_rank"] for r in plan["replicas"]] == [0, 1]
+    for replica in plan["replicas"]:
+        assert replica["num_micro_batches"] == len(replica["micro_batches"])
+        assert all(set(m) == {"samples", "tokens", "dummy"} for m in replica["micro_batches"])
+        assert all(m["tokens"] <= 500 for m in replica["micro_batches"])
+    rows = [i for r in plan["replicas"] for m in r["micro_batches"] for i in m["samples"]]
+    assert sorted(rows) == list(range(8))
+    assert {
+        "step_time",
+        "lower_bound",
+        "efficiency",
+        "bubble_fraction",
+        "peak_tokens_in_flight",
+    } <= set(plan["predicted"])
+    assert len(plan["predicted"]["peak_tokens_in_flight"]) == 2
+    assert plan["planning_seconds"] > 0
+
+
+def test_plan_describes_itself(run: Any, lengths_file: str) -> None:
+    code, out, _ = run("plan", lengths_file, "--max-tokens=500")
+    assert code == 0
+    assert "500 tokens" in out
+
+
+def test_plan_reads_stdin(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("5\n6\n7\n"))
+    code, out, _ = run("plan", "-", "--micro-batch-size=1", "--json")
+    assert code == 0
+    assert json.loads(out)["replicas"][0]["num_micro_batches"] == 3
+
+
+def test_plan_takes_two_columns(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("prompt_tokens,response_tokens\n5,3\n10,1\n")
+    code, out, _ = run("plan", str(path), "--max-tokens=11", "--json")
+    assert code == 0
+    tokens = [m["tokens"] for m in json.loads(out)["replicas"][0]["micro_batches"]]
+    assert sorted(tokens) == [8, 11]
+
+
+PLAN_ERRORS = {
+    "cap below the longest": ("400\n30\n", ["--max-tokens=300"], ["sample 0", "400", "300"]),
+    "empty file": ("", ["--max-tokens=300"], ["empty"]),
+    "negative length": ("40\n-3\n", ["--max-tokens=300"], ["-3"]),
+    "non-numeric length": ("40\nforty\n", ["--max-tokens=300"], ["forty"]),
+    "no limit": ("40\n", [], ["max_tokens_per_micro_batch"]),
+    "both limits": ("40\n", ["--max-tokens=50", "--micro-batch-size=1"], ["exactly one"]),
+    "layout": ("40\n", ["--max-tokens=50", "--vpp=2"], ["vpp=2"]),
+    "group": ("40\n", ["--max-tokens=50", "--pp=4", "--vpp=2", "--group=3"], ["group=3"]),
+    "option value": ("40\n", ["--max-tokens=lots"], ["--max-tokens", "integer"]),
+    "unknown option": ("40\n", ["--max-token-count=5"], ["--max-token-count"]),
+    "oversize": ("40\n", ["--max-tokens=50", "--oversize=drop"], ["drop", "alone"]),
+}
+
+
+@pytest.mark.parametrize(("text", "options", "words"), PLAN_ERRORS.values(), ids=PLAN_ERRORS)
+def test_plan_errors(run: Any, tmp_path: Path, text: str, options: Any, words: Any) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(text)
+    check_error(run("plan", str(path), *options), words)
+
+
+def test_plan_without_its_file(run: Any, tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.csv")
+    check_error(run("plan", missing, "--max-tokens=5"), ["missing.csv"])
+
+
+def test_plan_of_an_unknown_distribution(run: Any) -> None:
+    check_error(run("plan", "@nobody", "--max-tokens=5"), ["nobody", "deepseek_r1"])
+
+
+TRAIN_ERRORS = {
+    "unknown key": (["model.hidden_sise=64"], ["model.hidden_sise", "model.hidden_size"]),
+    "unknown section": (["modle.hidden_size=64"], ["modle", "model"]),
+    "wrong type": (["model.hidden_size=wide"], ["model.hidden_size", "wide"]),
+    "wrong value": (["optimizer.lr=-1"], ["optimizer.lr=-1"]),
+    "layout against world": (["layout.pp=4"], ["= 8 processes", "1 was started", "torchrun"]),
+    "layout": (["layout.pp=two"], ["pp", "two"]),
+    "cap below the longest": (
+        ["batching.max_tokens_per_micro_batch=8", "layout={pp: 1, vpp: 1, dp: 1}"],
+        ["sample", "8"],
+    ),
+    "both limits": (["batching.micro_batch_size=2"], ["exactly one"]),
+    "override": (["model"], ["model", "section.key=value"]),
+    "no lengths": (["data.lengths=nowhere.csv", "layout={pp: 1, vpp: 1, dp: 1}"], ["nowhere"]),
+}
+
+
+@pytest.mark.parametrize(("overrides", "words"), TRAIN_ERRORS.values(), ids=TRAIN_ERRORS)
+def test_train_errors(run: Any, overrides: Any, words: Any) -> None:
+    check_error(run("train", "--config", str(DEMO), *overrides), words)
+
+
+def test_train_without_its_config(run: Any, tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.yaml")
+    check_error(run("train", "--config", missing), ["missing.yaml"])
+
+
+def test_train_with_a_config_that_is_no_yaml(run: Any, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("layout: {pp: 2\n")
+    check_error(run("train", "--config", str(broken)), ["broken.yaml"])
+
+
+def check_error(result: tuple[int, str, str], words: list[str]) -> None:
+    code, out, err = result
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
