@@ -3,7 +3,9 @@
 Stands on numpy alone. Start with `PipelineSchedule`, `StageTimes` and `simulate`.
 """
 
+from .bounds import lower_bound, lower_bound_any_partition
 from .draw import draw_png
+from .many import op_ends_many, simulate_many
 from .ops import (
     Op,
     PipelineSchedule,
@@ -39,7 +41,11 @@ __all__ = [
     "is_legal_count",
     "least_legal_count",
     "legal_groups",
+    "lower_bound",
+    "lower_bound_any_partition",
+    "op_ends_many",
     "parse_ops",
     "peak_tokens_in_flight",
     "simulate",
+    "simulate_many",
 ]

@@ -171,7 +171,7 @@ class PipelineSchedule:
         if not is_legal_count(count, pp, vpp, self.group):
             groups = legal_groups(count, pp, vpp)
             remedy = (
-                f"choose a group of {', '.join(map(str, groups))}"
+                f"choose a group of {', '.join(map(str, groups[:8]))}"
                 if groups
                 else f"use at least {pp} micro-batches"
             )

@@ -40,6 +40,9 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from .ops import Kind, Op, PipelineSchedule, virtual_micro_batches
 
 
@@ -98,10 +101,10 @@ class Communication:
             self.blocking,
         )
 
-    def transfer_time(self, tokens: float) -> float:
-        """Time of one message of `tokens` tokens once both ends have posted it."""
+    def transfer_times(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Time of a message of each number of tokens once both ends have posted it."""
         if math.isinf(self.bandwidth):
-            return self.latency
+            return np.full(tokens.shape, self.latency)
         return self.latency + tokens * self.bytes_per_token / self.bandwidth
 
 
@@ -137,10 +140,14 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Stand still until every message has arrived; `sends` were sent by this rank."""
+    """Stand still until every message has arrived; `sends` were sent by this rank.
+
+    `is_forced` marks an exchange of shapes in a call that would not wait otherwise.
+    """
 
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
+    is_forced: bool = False
 
 
 Instruction = Op | Post | Wait
@@ -196,9 +203,9 @@ class _Builder:
         if sends or receives:
             self.program.append(Post(tuple(sends), tuple(receives)))
 
-    def wait(self, sends: list[Message], receives: list[Message]) -> None:
+    def wait(self, sends: list[Message], receives: list[Message], is_forced: bool = False) -> None:
         if sends or receives:
-            self.program.append(Wait(tuple(sends), tuple(receives)))
+            self.program.append(Wait(tuple(sends), tuple(receives), is_forced))
 
     def call(
         self,
@@ -221,7 +228,7 @@ class _Builder:
             shape_sends = [(m._replace(part="shape"), p) for m, p in prev_first if m is not None]
             shape_receives = [(m._replace(part="shape"), p) for m, p in receives]
             self.post(shape_sends, shape_receives)
-            self.wait([m for m, _ in shape_sends], [m for m, _ in shape_receives])
+            self.wait([m for m, _ in shape_sends], [m for m, _ in shape_receives], not wait)
         self.post(sends_here, receives)
         if wait:
             self.wait([m for m, _ in sends_here], [m for m, _ in receives])

@@ -28,7 +28,16 @@ import numpy as np
 import numpy.typing as npt
 
 from .ops import Op, PipelineSchedule
-from .programs import Communication, Instruction, Message, Post, Program, Wait, programs
+from .programs import (
+    Communication,
+    CommunicationShape,
+    Instruction,
+    Message,
+    Post,
+    Program,
+    Wait,
+    programs,
+)
 from .timeline import Event, Timeline
 
 FloatArray = npt.NDArray[np.float64]
@@ -84,8 +93,9 @@ class StageTimes:
 class Idle(NamedTuple):
     """A stretch in which a rank stood still before its op number `before`.
 
-    `cause` is what ended last: "activation" or "gradient" (waiting to receive one), "shape" (an
-    exchange of shapes), "send" (waiting until a peer takes a tensor), "end" (no ops left).
+    `cause` is what it waited for: "activation" or "gradient" (to receive one), "send" (until a peer
+    takes a tensor), "shape" (an exchange of shapes in a call that would not have waited without
+    it), "end" (no ops left).
     """
 
     pp_rank: int
@@ -215,14 +225,14 @@ def peak_tokens_in_flight(
     >>> peak_tokens_in_flight(PipelineSchedule(pp=2, num_micro_batches=3), [5, 7, 1])
     (12.0, 7.0)
     """
-    tokens = check_tokens(schedule, Communication(), tokens)
-    assert tokens is not None
+    counts = check_tokens(schedule, Communication(), tokens)
+    assert counts is not None
     if schedule.forward_only:
-        return (float(tokens.max()) / schedule.vpp,) * schedule.pp
+        return (float(counts.max()) / schedule.vpp,) * schedule.pp
     peaks = []
     for rank in range(schedule.pp):
         sign = [1 if op.kind == "F" else -1 for op in schedule.ops(rank)]
-        moved = tokens[[op.micro_batch for op in schedule.ops(rank)]]
+        moved = counts[[op.micro_batch for op in schedule.ops(rank)]]
         peaks.append(float(np.cumsum(sign * moved).max()) / schedule.vpp)
     return tuple(peaks)
 
@@ -258,7 +268,9 @@ def simulate(
     check_times(schedule, times)
     counts = check_tokens(schedule, communication, tokens)
     run = _Run(schedule, times, communication, counts)
-    run.finish(programs(schedule, communication.shape))
+    all_programs = programs(schedule, communication.shape)
+    if not run.finish(all_programs):
+        raise ScheduleDeadlock(run.describe_deadlock(all_programs))
     return Simulation(
         schedule=schedule,
         times=times,
@@ -267,6 +279,17 @@ def simulate(
         idle=tuple(run.idle),
         tokens=counts,
     )
+
+
+def find_deadlock(schedule: PipelineSchedule, shape: CommunicationShape) -> str | None:
+    """The rank-by-step grid at which all ranks are stuck; None when the step ends.
+
+    Whether ranks get stuck depends on who waits for whom, not on how long.
+    """
+    zeros = np.zeros((schedule.num_micro_batches, schedule.num_virtual_stages))
+    run = _Run(schedule, StageTimes(forward=zeros, backward=zeros), Communication(), None)
+    all_programs = programs(schedule, shape)
+    return None if run.finish(all_programs) else run.describe_deadlock(all_programs)
 
 
 class _Run:
@@ -281,10 +304,9 @@ class _Run:
     ) -> None:
         self.schedule = schedule
         self.times = {"F": times.forward.tolist(), "B": times.backward.tolist()}
-        self.transfer = [
-            communication.transfer_time(0 if tokens is None else int(tokens[micro_batch]))
-            for micro_batch in range(schedule.num_micro_batches)
-        ]
+        if tokens is None:
+            tokens = np.zeros(schedule.num_micro_batches, dtype=np.int64)
+        self.transfer: list[float] = communication.transfer_times(tokens).tolist()
         self.exchange = communication.latency + communication.shape_latency
         self.clock = [0.0] * schedule.pp
         self.position = [0] * schedule.pp
@@ -294,7 +316,8 @@ class _Run:
         self.end: list[list[float]] = [[] for _ in range(schedule.pp)]
         self.idle: list[Idle] = []
 
-    def finish(self, programs: tuple[Program, ...]) -> None:
+    def finish(self, programs: tuple[Program, ...]) -> bool:
+        """Carry out the programs; False in a deadlock."""
         progress = True
         while progress:
             progress = False
@@ -305,11 +328,12 @@ class _Run:
                     self.position[rank] += 1
                     progress = True
         if any(p < len(program) for p, program in zip(self.position, programs, strict=True)):
-            raise ScheduleDeadlock(self.describe_deadlock(programs))
+            return False
         step_time = max(end[-1] for end in self.end)
         for rank, end in enumerate(self.end):
             if end[-1] < step_time:
                 self.idle.append(Idle(rank, len(end), "end", end[-1], step_time))
+        return True
 
     def advance(self, rank: int, instruction: Instruction) -> bool:
         """Carry out one instruction; False when it has to wait for another rank."""
@@ -326,21 +350,20 @@ class _Run:
             for message in instruction.receives + instruction.sends:
                 if message not in self.sent or message not in self.received:
                     return False
-            for messages, is_send in ((instruction.receives, False), (instruction.sends, True)):
-                for message in messages:
-                    now = self.wait(rank, now, message, is_send)
+            for message in instruction.receives:
+                cause = "activation" if message.kind == "F" else "gradient"
+                now = self.wait(rank, now, message, "shape" if instruction.is_forced else cause)
+            for message in instruction.sends:
+                now = self.wait(rank, now, message, "shape" if instruction.is_forced else "send")
         self.clock[rank] = now
         return True
 
-    def wait(self, rank: int, now: float, message: Message, is_send: bool) -> float:
+    def wait(self, rank: int, now: float, message: Message, cause: str) -> float:
         """The time at which a message has arrived, or now when that was earlier."""
-        is_shape = message.part == "shape"
         arrival = max(self.sent[message], self.received[message])
-        arrival += self.exchange if is_shape else self.transfer[message.micro_batch]
+        arrival += self.exchange if message.part == "shape" else self.transfer[message.micro_batch]
         before = len(self.start[rank])
         if arrival > now and before < self.schedule.num_ops:
-            cause = "activation" if message.kind == "F" else "gradient"
-            cause = "shape" if is_shape else "send" if is_send else cause
             self.idle.append(Idle(rank, before, cause, now, arrival))
         return max(now, arrival)
 
