@@ -17,21 +17,12 @@ from megatron_batching.plan.pack import Packer, Packing, small_ends, split
 from megatron_batching.plan.partition import karmarkar_karp
 
 
-def infeasible(num_needed: int, rank: int, options: BatchingOptions) -> ValueError:
-    """The error for a replica that needs more micro-batches than are allowed."""
-    return ValueError(
-        f"dp rank {rank} needs {num_needed} micro-batches (legal for the schedule), over "
-        f"max_num_micro_batches={options.max_num_micro_batches}: raise it, or raise the cap"
-    )
-
-
 def plan_baseline(
     packer: Packer, shares: list[np.ndarray], layout: Layout, options: BatchingOptions
-) -> tuple[int | None, list[Packing]]:
+) -> tuple[int | None, list[Packing]] | None:
     """Group and one packing a replica; `shares` are the items of each replica.
 
-    Raises:
-        ValueError: max_num_micro_batches is too low.
+    None when max_num_micro_batches leaves no room.
     """
     group = open_groups(layout)[0]
     low, high = count_range(options)
@@ -39,7 +30,7 @@ def plan_baseline(
     count = legal_count(max(low, *counts), layout, group)
     while True:
         if high is not None and count > high:
-            raise infeasible(count, int(np.argmax(counts)), options)
+            return None
         packings = [_pack(packer, share, count) for share in shares]
         if all(packing is not None for packing in packings):
             return group, [packing for packing in packings if packing is not None]

@@ -78,6 +78,17 @@ class Packer:
         features[features[:, 1] == 0, 1:] = self.dummy_tokens, self.dummy_tokens**2
         return features
 
+    def measure(
+        self, chosen: np.ndarray, bins: np.ndarray, num_bins: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Features [num_bins, 3] and whether each bin keeps the limits [num_bins]."""
+        features = self.features_of(chosen, bins, num_bins)
+        if self.padded and not self.fixed:
+            held = features[:, 1]
+        else:
+            held = np.bincount(bins, self.weights[chosen], num_bins)
+        return features, (held <= self.cap) | (np.bincount(bins, minlength=num_bins) <= 1)
+
     def loads(self, packing: Packing) -> np.ndarray:
         """[M] time of each micro-batch on all stages together."""
         return self.model.load(self.features(packing), self.forward_only)
@@ -89,7 +100,7 @@ class Packer:
         return int(self._fewest(chosen).max()) + 1
 
     def pack(
-        self, chosen: np.ndarray, num_bins: int, initial: Sequence[float] | None = None
+        self, chosen: np.ndarray, num_bins: int, initial: Sequence[float] | np.ndarray | None = None
     ) -> Packing | None:
         """The items `chosen` in `num_bins` micro-batches of balanced cost, unordered.
 

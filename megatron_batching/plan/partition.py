@@ -56,7 +56,7 @@ def longest_first(
     weights: np.ndarray,
     num_bins: int,
     cap: float,
-    initial: Sequence[float] | None = None,
+    initial: Sequence[float] | np.ndarray | None = None,
 ) -> np.ndarray | None:
     """Largest cost first into the least loaded bin with room; None when an item finds no room.
 

@@ -10,18 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
-from megatron_batching.plan.baseline import plan_baseline
-from megatron_batching.plan.bound import lower_bound
 from megatron_batching.plan.cost import CostModel, uniform_cost_model
 from megatron_batching.plan.items import Items, gather_items
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.micro_batch_plan import MicroBatch, MicroBatchPlan, ReplicaPlan
 from megatron_batching.plan.options import BatchingOptions
 from megatron_batching.plan.pack import Packer, Packing
-from megatron_batching.plan.partition import longest_first
 from megatron_batching.plan.predict import predict
+from megatron_batching.plan.search import Search
 
 
 def plan_mini_batch(
@@ -54,13 +50,8 @@ def plan_mini_batch(
     model.check_layout(layout)
     items = gather_items(lengths, layout, options, owners)
     packer = Packer(items, layout, options, model)
-    shares = [np.flatnonzero(items.owner == rank) for rank in range(layout.dp)]
-    if options.method == "search" and options.balance == "replicas":
-        spread = longest_first(packer.costs, packer.weights, layout.dp, np.inf)
-        assert spread is not None
-        shares = [np.flatnonzero(spread == rank) for rank in range(layout.dp)]
-    group, packings = plan_baseline(packer, shares, layout, options)
-    bound = lower_bound(packer, layout, options)
+    search = Search(packer, layout, options)
+    group, packings = search.run()
     return MicroBatchPlan(
         layout=layout,
         options=options,
@@ -70,7 +61,7 @@ def plan_mini_batch(
         replicas=tuple(
             _replica(rank, packing, packer, items) for rank, packing in enumerate(packings)
         ),
-        predicted=predict(packer, layout, group, packings, bound),
+        predicted=predict(packer, layout, group, packings, search.bound),
         planning_seconds=time.perf_counter() - started,
     )
 

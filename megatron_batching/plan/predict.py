@@ -6,15 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_batching.plan.cost import CostModel
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.micro_batch_plan import Prediction
 from megatron_batching.plan.pack import Packer, Packing
 from megatron_batching.schedules import (
     PipelineSchedule,
-    StageTimes,
     peak_tokens_in_flight,
-    simulate,
+    simulate_many,
 )
 
 
@@ -31,10 +29,12 @@ def make_schedule(
     )
 
 
-def stage_times(model: CostModel, features: np.ndarray, forward_only: bool = False) -> StageTimes:
-    """Times of micro-batches with `features` [M, 3], in execution order."""
-    forward, backward = model.times(features)
-    return StageTimes(forward=forward, backward=0 * backward if forward_only else backward)
+def step_times(
+    packer: Packer, layout: Layout, group: int | None, features: np.ndarray
+) -> np.ndarray:
+    """[C] simulated step time of candidates with features [C, M, 3], in execution order."""
+    schedule = make_schedule(layout, group, features.shape[1], packer.forward_only)
+    return simulate_many(schedule, *packer.model.times(features))
 
 
 def predict(
@@ -45,15 +45,22 @@ def predict(
     bound: float,
 ) -> Prediction:
     """Simulate every replica's packing; `bound` is the lower bound to report beside it."""
-    step_times, busy, peaks = [], 0.0, []
-    for packing in packings:
-        features = packer.features(packing)
-        schedule = make_schedule(layout, group, len(packing), packer.forward_only)
-        times = stage_times(packer.model, features, packer.forward_only)
-        step_times.append(simulate(schedule, times).step_time)
-        busy += float(times.forward.sum() + times.backward.sum())
-        peaks.append(peak_tokens_in_flight(schedule, features[:, 1].astype(np.int64)))
-    step_time = max(step_times)
+    features = [packer.features(packing) for packing in packings]
+    by_count: dict[int, list[int]] = {}
+    for rank, rows in enumerate(features):
+        by_count.setdefault(len(rows), []).append(rank)
+    step_time = max(
+        float(step_times(packer, layout, group, np.stack([features[r] for r in ranks])).max())
+        for ranks in by_count.values()
+    )
+    peaks = [
+        peak_tokens_in_flight(
+            make_schedule(layout, group, len(rows), packer.forward_only),
+            rows[:, 1].astype(np.int64),
+        )
+        for rows in features
+    ]
+    busy = sum(float(packer.model.load(rows, packer.forward_only).sum()) for rows in features)
     return Prediction(
         step_time=step_time,
         lower_bound=bound,
