@@ -7,6 +7,7 @@ sample over the cap is reported by every rank alike and at once.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatron_batching.plan import plan_mini_batch, read_lengths
 
 if TYPE_CHECKING:
     from megatron_batching.data import MiniBatch
-    from megatron_batching.engine.pipeline import StepReport
+    from megatron_batching.engine.pipeline import PipelineEngine, StepReport
 
 _LOG_WIDTH = 110  # columns of a table in a log file
 COLUMNS = (
@@ -68,6 +69,8 @@ def run_training(config: TrainConfig) -> None:
     all_lengths = mini_batch_lengths(config.data)
     plans = [plan_mini_batch(n, config.layout, config.batching) for n in all_lengths]
 
+    # Megatron warns on every rank that optional libraries are missing; `_describe` says it once.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from megatron_batching.bench.compare import run_comparison
     from megatron_batching.data import synthetic_mini_batch
     from megatron_batching.engine.pipeline import PipelineEngine
@@ -91,6 +94,7 @@ def run_training(config: TrainConfig) -> None:
     console = Console(quiet=placement.rank != 0, highlight=False)
     if not console.is_terminal:
         console.width = _LOG_WIDTH
+    console.print(_describe(engine))
     rows = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("training", total=len(plans))
@@ -113,6 +117,19 @@ def run_training(config: TrainConfig) -> None:
     if placement.rank == 0:
         print(json.dumps(summary))
     shut_down()
+
+
+def _describe(engine: PipelineEngine) -> str:
+    from importlib.metadata import version
+
+    placement = engine.placement
+    layout = placement.layout
+    device = "CPU mode, gloo" if placement.device.type == "cpu" else "GPU, NCCL"
+    layers = "Transformer Engine" if engine.model.uses_transformer_engine else "local"
+    return (
+        f"megatron-core {version('megatron-core')}, {layers} layers, {device}; pp {layout.pp}, "
+        f"vpp {layout.vpp}, dp {layout.dp}, tp {layout.tp}, cp {layout.cp}"
+    )
 
 
 def _row(number: int, mini_batch: MiniBatch, report: StepReport) -> dict[str, float]:
