@@ -101,11 +101,14 @@ class Communication:
             self.blocking,
         )
 
-    def transfer_times(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    def transfer_times(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.floating]:
         """Time of a message of each number of tokens once both ends have posted it."""
         if math.isinf(self.bandwidth):
             return np.full(tokens.shape, self.latency)
-        return self.latency + tokens * self.bytes_per_token / self.bandwidth
+        times: npt.NDArray[np.float64] = (
+            self.latency + tokens * self.bytes_per_token / self.bandwidth
+        )
+        return times
 
 
 class CommunicationShape(NamedTuple):

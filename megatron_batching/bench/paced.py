@@ -1,0 +1,426 @@
+"""How well the simulator foretells the real schedule: stages that sleep for a given time.
+
+Run: torchrun --nproc-per-node 8 -m megatron_batching.bench.paced [--quick] [--output DIR]
+
+Megatron's own `get_forward_backward_func` runs on the CPU with stages that take exactly the time
+they are told to, so whatever else a step takes comes from the schedule and its communication:
+what the simulator claims to know. Sleeping needs no core, so eight ranks fit on two; real layers
+would fight for the cores and measure the machine. What is predicted is fixed before the
+measurement: the times told, plus the time by which a sleep lasts too long and the latency of a
+message, both measured beforehand.
+
+The plans of one layout share their total work and differ in order, number of micro-batches,
+group, evenness of the stages and planning of shapes. Replicas of a smaller pipeline run different
+plans side by side. The report holds the error of each step time and, over random pairs of plans of
+one layout, whether the faster was foretold; its last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.enums import ModelType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_batching.megatron.model import PipelineModel
+from megatron_batching.megatron.parallel import Placement, initialize, shut_down
+from megatron_batching.megatron.recorder import StepRecorder
+from megatron_batching.megatron.schedule import run_schedule
+from megatron_batching.plan import Layout, MicroBatch
+from megatron_batching.schedules import (
+    Communication,
+    Event,
+    Op,
+    PipelineSchedule,
+    Simulation,
+    StageTimes,
+    Timeline,
+    draw_png,
+    legal_groups,
+    simulate,
+)
+
+HIDDEN = 4
+WORLD_SIZE = 8
+LAYOUTS = [(pp, vpp) for pp in (2, 4, 8) for vpp in (1, 2, 4)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PacedCase:
+    """One plan to be run.
+
+    Attributes:
+        name: what is special about it.
+        schedule: the op order.
+        times: [M, S] seconds to sleep.
+        planned_shapes: whether receivers know the shapes.
+    """
+
+    name: str
+    schedule: PipelineSchedule
+    times: StageTimes
+    planned_shapes: bool
+
+    @property
+    def widths(self) -> list[int]:
+        """[M] sequence length of each micro-batch's tensor; all differ."""
+        return [5 + 3 * i for i in range(self.schedule.num_micro_batches)]
+
+    def predict(self, latency: float, overshoot: float) -> Simulation:
+        """The step as the simulator sees it; both arguments in seconds."""
+        communication = Communication(
+            latency=latency,
+            planned_shapes=self.planned_shapes,
+            wait_for_sends=_waits_for_sends(),
+        )
+        times = StageTimes(
+            forward=self.times.forward + overshoot, backward=self.times.backward + overshoot
+        )
+        return simulate(self.schedule, times, communication)
+
+
+def make_cases(pp: int, vpp: int, seed: int = 0) -> list[PacedCase]:
+    """Six plans of one layout: three of the same total work, each with and without planned shapes.
+
+    Counts lie between 4 and 32; groups differ from pp and leave a short last group where they can;
+    forwards last some 20 to 40 ms on average.
+    """
+    work_s, most = {1: (0.7, 32), 2: (1.0, 20), 4: (1.6, 18)}[vpp]
+    rng = np.random.default_rng([seed, pp, vpp])
+    cases = []
+    for name in ("random order", "longest first", "uneven stages"):
+        count = int(rng.integers(4 if vpp == 1 else max(4, pp), most + 1))
+        groups = legal_groups(count, pp, vpp)
+        group = None
+        if vpp > 1:
+            short = [g for g in groups if count % g]
+            group = int(rng.choice(short if name == "random order" and short else groups))
+        schedule = PipelineSchedule(pp=pp, vpp=vpp, num_micro_batches=count, group=group)
+        size = np.exp(rng.normal(0.0, 0.6, count))
+        if name == "longest first":
+            size = np.sort(size)[::-1]
+        stages = np.ones(schedule.num_virtual_stages)
+        if name == "uneven stages":
+            stages = rng.uniform(0.6, 1.4, schedule.num_virtual_stages)
+        forward = np.outer(size / size.sum(), stages / stages.sum()) * work_s * pp
+        for planned in (True, False):
+            cases.append(
+                PacedCase(
+                    name=f"{name}, {'planned' if planned else 'exchanged'}",
+                    schedule=schedule,
+                    times=StageTimes(forward=forward, backward=2 * forward),
+                    planned_shapes=planned,
+                )
+            )
+    return cases
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, on_backward: Any) -> torch.Tensor:
+        ctx.on_backward = on_backward
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.on_backward()
+        return grads[0], None, None
+
+
+class PacedStage(torch.nn.Module):
+    """A model chunk that sleeps and hands its input on.
+
+    Attributes:
+        ran: the ops that this rank has run, in order; one list for all its chunks.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, placement: Placement, chunk: int, ran: list[Op]
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.model_type = ModelType.encoder_or_decoder
+        self.vp_stage = chunk if placement.layout.vpp > 1 else None
+        self.chunk = chunk
+        self.stage = chunk * placement.layout.pp + placement.pp_rank
+        self.ran = ran
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.received: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        """Called by Megatron's schedule with what was received."""
+        self.received = tensor[0] if isinstance(tensor, list) else tensor
+
+    def forward(self, case: PacedCase, micro_batch: int) -> torch.Tensor:
+        """[width, 1, hidden] after sleeping."""
+        width = case.widths[micro_batch]
+        hidden = self.received
+        if self.stage == 0:
+            hidden = torch.ones(width, 1, HIDDEN) * self.weight
+        assert hidden is not None
+        assert hidden.shape[0] == width
+
+        def on_backward() -> None:
+            self.ran.append(Op("B", micro_batch, self.chunk))
+            time.sleep(case.times.backward[micro_batch, self.stage])
+
+        self.ran.append(Op("F", micro_batch, self.chunk))
+        return _Sleep.apply(hidden, case.times.forward[micro_batch, self.stage], on_backward)
+
+
+def build_paced_model(placement: Placement) -> PipelineModel:
+    """This rank's sleeping chunks, with the communication settings that the library uses."""
+    layout = placement.layout
+    interleaved = layout.vpp > 1
+    config = TransformerConfig(
+        num_layers=layout.pp * layout.vpp,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float32,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
+        microbatch_group_size_per_vp_stage=layout.pp if interleaved else None,
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        deallocate_pipeline_outputs=True,
+    )
+    ran: list[Op] = []
+    chunks: list[Any] = [PacedStage(config, placement, chunk, ran) for chunk in range(layout.vpp)]
+    return PipelineModel(
+        config=config, chunks=chunks, placement=placement, uses_transformer_engine=False
+    )
+
+
+def run_case(model: PipelineModel, case: PacedCase) -> list[Event]:
+    """Run one step of a plan on this rank; events count from its start of the step."""
+    schedule, placement = case.schedule, model.placement
+
+    def forward_step(iterator: Iterator[int], chunk: Any) -> tuple[torch.Tensor, Any]:
+        return chunk(case, next(iterator)), lambda output: (output.mean(), {})
+
+    recorder = StepRecorder()
+    origin = recorder.now()
+    run_schedule(
+        model,
+        schedule,
+        forward_step=forward_step,
+        iterators=[iter(range(schedule.num_micro_batches)) for _ in model.chunks],
+        shapes=[(1, width) for width in case.widths],
+        planned_shapes=case.planned_shapes,
+        timers=recorder,
+    )
+    return recorder.events(
+        schedule,
+        pp_rank=placement.pp_rank,
+        dp_rank=placement.dp_rank,
+        origin=origin,
+        micro_batches=[
+            MicroBatch(samples=(i,), tokens=w, dummy=False) for i, w in enumerate(case.widths)
+        ],
+    )
+
+
+def measure_latency(repeats: int = 200) -> float:
+    """Seconds of one small message between ranks 0 and 1, the median; called by all ranks."""
+    tensor = torch.zeros(16, HIDDEN)
+    rank = dist.get_rank()
+    readings = []
+    for _ in range(repeats):
+        begin = time.monotonic()
+        if rank == 0:
+            dist.send(tensor, 1)
+            dist.recv(tensor, 1)
+        elif rank == 1:
+            dist.recv(tensor, 0)
+            dist.send(tensor, 0)
+        readings.append((time.monotonic() - begin) / 2)
+    shared = [statistics.median(readings)]
+    dist.broadcast_object_list(shared, src=0)
+    return float(shared[0])
+
+
+def measure_overshoot(repeats: int = 40) -> float:
+    """Seconds by which a sleep of 20 ms lasts too long, the mean over all ranks at once."""
+    begin = time.monotonic()
+    for _ in range(repeats):
+        time.sleep(0.02)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (time.monotonic() - begin) / repeats - 0.02)
+    return statistics.mean(everyone)
+
+
+def measure_layout(
+    placement: Placement, cases: list[PacedCase], repeats: int
+) -> list[tuple[PacedCase, Timeline]]:
+    """The median of several steps of every case, as a timeline; the same list on all ranks."""
+    model = build_paced_model(placement)
+    num_replicas = WORLD_SIZE // placement.layout.pp
+    measured = []
+    for first in range(0, len(cases), num_replicas):
+        batch = cases[first : first + num_replicas]
+        steps: list[list[list[Event]]] = []
+        for _ in range(repeats):
+            dist.barrier()
+            own: list[Event] = []
+            if placement.dp_rank < len(batch):
+                own = run_case(model, batch[placement.dp_rank])
+            everyone: list[Any] = [None] * WORLD_SIZE
+            dist.all_gather_object(everyone, own)
+            steps.append(everyone)
+        for replica, case in enumerate(batch):
+            timelines = [
+                Timeline(
+                    events=tuple(e for events in step for e in events if e.dp_rank == replica),
+                    title=f"{case.name}, measured",
+                    source="measured",
+                )
+                for step in steps
+            ]
+            timelines.sort(key=lambda timeline: timeline.step_time_s)
+            measured.append((case, timelines[(len(timelines) - 1) // 2]))
+    return measured
+
+
+def count_ranked(
+    results: list[dict[str, Any]], num_pairs: int = 100, margin: float = 0.03
+) -> tuple[int, int]:
+    """(pairs measured the way round that was predicted, pairs drawn).
+
+    Pairs are drawn among plans of one layout whose predictions differ by more than `margin`.
+    """
+    pairs = [
+        (a, b)
+        for i, a in enumerate(results)
+        for b in results[:i]
+        if (a["pp"], a["vpp"]) == (b["pp"], b["vpp"])
+        and abs(a["predicted_s"] - b["predicted_s"])
+        > margin * min(a["predicted_s"], b["predicted_s"])
+    ]
+    drawn = random.Random(0).sample(pairs, min(num_pairs, len(pairs)))
+    right = sum(
+        (a["predicted_s"] < b["predicted_s"]) == (a["measured_s"] < b["measured_s"])
+        for a, b in drawn
+    )
+    return right, len(drawn)
+
+
+def summarize(results: list[dict[str, Any]], costs: tuple[float, float]) -> dict[str, Any]:
+    """The figures of the report, with what is needed to judge them."""
+    errors = [abs(result["error"]) for result in results]
+    right, drawn = count_ranked(results)
+    return {
+        "benchmark": "paced",
+        "cases": len(results),
+        "mean_abs_error": statistics.mean(errors),
+        "worst_abs_error": max(errors),
+        "pairs_ranked_right": right,
+        "pairs": drawn,
+        "latency_s": costs[0],
+        "sleep_overshoot_s": costs[1],
+        "cpu_cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron_core": _megatron_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _megatron_version() -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version("megatron-core")
+
+
+def _waits_for_sends() -> bool:
+    """Whether this Megatron waits for a sent activation before it frees it."""
+    import inspect
+
+    from megatron.core.pipeline_parallel import schedules
+
+    source = inspect.getsource(schedules.forward_backward_pipelining_with_interleaving)
+    return "isend() copies asynchronously" in source
+
+
+def main() -> None:
+    """Measure all layouts; rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3, help="steps a case; the median counts")
+    parser.add_argument("--quick", action="store_true", help="one layout of each pp, one step")
+    parser.add_argument("--seed", type=int, default=0, help="of the cases")
+    parser.add_argument("--output", type=Path, help="folder for results and pictures")
+    options = parser.parse_args()
+    layouts = [(2, 1), (4, 2), (8, 1)] if options.quick else LAYOUTS
+    repeats = 1 if options.quick else options.repeats
+    results: list[dict[str, Any]] = []
+    costs: tuple[float, float] | None = None
+    for pp, vpp in layouts:
+        placement = initialize(Layout(pp=pp, vpp=vpp, dp=WORLD_SIZE // pp), device="cpu")
+        if costs is None:
+            costs = measure_latency(), measure_overshoot()
+        cases = make_cases(pp, vpp, options.seed)
+        for case, timeline in measure_layout(placement, cases, repeats):
+            if placement.rank == 0:
+                results.append(_report(case, timeline, costs, options.output, len(results)))
+    assert costs is not None
+    if dist.get_rank() == 0:
+        summary = summarize(results, costs)
+        if options.output is not None:
+            everything = summary | {"results": results}
+            (options.output / "paced.json").write_text(json.dumps(everything, indent=1))
+        print(json.dumps(summary), flush=True)
+    shut_down()
+
+
+def _report(
+    case: PacedCase,
+    timeline: Timeline,
+    costs: tuple[float, float],
+    output: Path | None,
+    number: int,
+) -> dict[str, Any]:
+    simulation = case.predict(*costs)
+    schedule = case.schedule
+    error = simulation.step_time / timeline.step_time_s - 1
+    print(
+        f"pp{schedule.pp} vpp{schedule.vpp} M{schedule.num_micro_batches:<3}"
+        f"group {schedule.group or '-':<3} {case.name:<26} predicted {simulation.step_time:.3f} s  "
+        f"measured {timeline.step_time_s:.3f} s  error {error:+.1%}",
+        flush=True,
+    )
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        predicted = simulation.timeline(f"{case.name}, simulated")
+        draw_png([predicted, timeline], output / f"case{number:02}.png")
+    return {
+        "pp": schedule.pp,
+        "vpp": schedule.vpp,
+        "num_micro_batches": schedule.num_micro_batches,
+        "group": schedule.group,
+        "name": case.name,
+        "planned_shapes": case.planned_shapes,
+        "predicted_s": simulation.step_time,
+        "measured_s": timeline.step_time_s,
+        "error": error,
+    }
+
+
+if __name__ == "__main__":
+    main()
