@@ -3,6 +3,7 @@
 Needs numpy alone; start with `plan_mini_batch`.
 """
 
+from megatron_batching.plan.balance import balance_batch
 from megatron_batching.plan.cost import (
     CostModel,
     load_cost_model,
@@ -29,6 +30,7 @@ __all__ = [
     "MicroBatchPlan",
     "Prediction",
     "ReplicaPlan",
+    "balance_batch",
     "load_cost_model",
     "parse_lengths",
     "plan_mini_batch",

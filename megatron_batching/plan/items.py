@@ -82,7 +82,7 @@ def gather_items(
     owner = _check_owners(owners, num_samples, layout.dp)
     align = options.alignment(layout)
     sizes = -(-values // align) * align
-    members = _group(num_samples, options.sample_groups)
+    members = group_rows(num_samples, options.sample_groups)
     if len(members) == num_samples:
         rows = np.ones(num_samples, dtype=np.int64)
         tokens, pairs, longest, item_owner = sizes, sizes.astype(float) ** 2, sizes, owner
@@ -117,23 +117,10 @@ def gather_items(
     return items
 
 
-def alone_tokens(items: Items, packing: str) -> np.ndarray:
-    """[I] tokens of a micro-batch that holds one item."""
-    return items.tokens if packing == "packed" else items.rows * items.longest
-
-
-def _check_owners(owners: Sequence[int] | None, num_samples: int, dp: int) -> np.ndarray:
-    values = np.asarray(contiguous_owners(num_samples, dp) if owners is None else owners)
-    if values.shape != (num_samples,):
-        raise ValueError(
-            f"owners has {values.size} entries for {num_samples} samples: give one each"
-        )
-    if not np.issubdtype(values.dtype, np.integer) or values.min() < 0 or values.max() >= dp:
-        raise ValueError(f"owners must be dp ranks from 0 to {dp - 1}")
-    return values.astype(np.int64)
-
-
-def _group(num_samples: int, groups: int | tuple[int, ...] | None) -> tuple[tuple[int, ...], ...]:
+def group_rows(
+    num_samples: int, groups: int | tuple[int, ...] | None
+) -> tuple[tuple[int, ...], ...]:
+    """Rows of each group, ascending: single rows, n consecutive ones, or those of equal id."""
     if groups is None:
         return tuple((row,) for row in range(num_samples))
     if isinstance(groups, int):
@@ -151,6 +138,22 @@ def _group(num_samples: int, groups: int | tuple[int, ...] | None) -> tuple[tupl
     for row, group in enumerate(groups):
         rows_of.setdefault(group, []).append(row)
     return tuple(tuple(rows) for rows in rows_of.values())
+
+
+def alone_tokens(items: Items, packing: str) -> np.ndarray:
+    """[I] tokens of a micro-batch that holds one item."""
+    return items.tokens if packing == "packed" else items.rows * items.longest
+
+
+def _check_owners(owners: Sequence[int] | None, num_samples: int, dp: int) -> np.ndarray:
+    values = np.asarray(contiguous_owners(num_samples, dp) if owners is None else owners)
+    if values.shape != (num_samples,):
+        raise ValueError(
+            f"owners has {values.size} entries for {num_samples} samples: give one each"
+        )
+    if not np.issubdtype(values.dtype, np.integer) or values.min() < 0 or values.max() >= dp:
+        raise ValueError(f"owners must be dp ranks from 0 to {dp - 1}")
+    return values.astype(np.int64)
 
 
 def _refuse_oversize(items: Items, layout: Layout, options: BatchingOptions) -> None:

@@ -20,6 +20,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
+FEW = 16  # entries that are inserted one by one rather than sorted in
+
 
 def descending(values: np.ndarray) -> np.ndarray:
     """Indices from largest to smallest, ties by index."""
@@ -70,6 +72,7 @@ def longest_first(
     heap = [(load, b) for b, load in enumerate(loads)]
     heapify(heap)
     held = [0.0] * num_bins
+    lightest = float(np.min(weights))
     assignment = np.empty(len(costs), dtype=np.int64)
     order = descending(costs)
     for item, cost, weight in zip(
@@ -86,7 +89,9 @@ def longest_first(
                 held[b] += weight
                 assignment[item] = b
                 break
-            full.append(heappop(heap))
+            heappop(heap)
+            if held[b] + lightest <= cap:
+                full.append((load, b))
         else:
             return None
         for entry in full:
@@ -103,45 +108,48 @@ def karmarkar_karp(costs: np.ndarray, num_bins: int) -> np.ndarray:
     >>> karmarkar_karp(np.array([8, 7, 6, 5, 4]), 2).tolist()
     [0, 1, 0, 1, 1]
     """
-    # A partial partition: ascending list of (sum, tree); bins it has not touched are left out.
-    heap: list[tuple[float, int, list]] = [
-        (-float(cost), item, [(float(cost), item, item)]) for item, cost in enumerate(costs)
-    ]
+    # A partial partition: (sums, nodes) of the bins it has touched, ascending. A node is an item,
+    # or the join of two nodes, numbered from I on.
+    num_items = len(costs)
+    heap: list[tuple] = [(-cost, item, [cost], [item]) for item, cost in enumerate(costs.tolist())]
     heapify(heap)
-    serial = len(heap)
+    joins: list[tuple[list[int], list[int]]] = []
+    num_nodes = serial = num_items
     while len(heap) > 1:
-        _, _, one = heappop(heap)
-        _, _, two = heappop(heap)
-        if len(one) + len(two) <= num_bins:
-            short, joined = sorted((one, two), key=len)
-            for entry in short:
-                insort(joined, entry)
+        _, _, sums, nodes = heappop(heap)
+        _, _, other_sums, other_nodes = heappop(heap)
+        if len(sums) < len(other_sums):
+            sums, nodes, other_sums, other_nodes = other_sums, other_nodes, sums, nodes
+        overlap = max(0, len(sums) + len(other_sums) - num_bins)
+        added = other_sums[overlap:]
+        added_nodes = other_nodes[overlap:]
+        if overlap:
+            added += [
+                a + b for a, b in zip(sums[:overlap], other_sums[overlap - 1 :: -1], strict=True)
+            ]
+            joins.append((nodes[:overlap], other_nodes[:overlap][::-1]))
+            added_nodes += range(num_nodes, num_nodes + overlap)
+            num_nodes += overlap
+            del sums[:overlap], nodes[:overlap]
+        if len(added) <= FEW:
+            for total, node in zip(added, added_nodes, strict=True):
+                at = bisect_left(sums, total)
+                sums.insert(at, total)
+                nodes.insert(at, node)
         else:
-            joined = _join(one, two, num_bins)
-        least = joined[0][0] if len(joined) == num_bins else 0.0
-        heappush(heap, (least - joined[-1][0], serial, joined))
+            every = np.array(sums + added)
+            order = np.argsort(every, kind="stable")
+            sums, nodes = every[order].tolist(), np.array(nodes + added_nodes)[order].tolist()
+        least = sums[0] if len(sums) == num_bins else 0.0
+        heappush(heap, (least - sums[-1], serial, sums, nodes))
         serial += 1
-    assignment = np.empty(len(costs), dtype=np.int64)
-    for b, (_, _, tree) in enumerate(heap[0][2]):
-        stack = [tree]
-        while stack:
-            node = stack.pop()
-            if isinstance(node, tuple):
-                stack.extend(node)
-            else:
-                assignment[node] = b
-    return assignment
-
-
-def _join(one: list, two: list, num_bins: int) -> list:
-    """Fullest of one with emptiest of two; untouched bins are the emptiest."""
-    overlap = len(one) + len(two) - num_bins
-    kept = one[overlap:] + two[overlap:]
-    joined = [
-        (low[0] + high[0], min(low[1], high[1]), (low[2], high[2]))
-        for low, high in zip(one[:overlap], reversed(two[:overlap]), strict=True)
-    ]
-    return sorted(kept + joined, key=lambda entry: entry[:2])
+    bins = np.empty(num_nodes, dtype=np.int64)
+    final = heap[0][3]
+    bins[final] = np.arange(len(final))
+    for ones, twos in reversed(joins):
+        num_nodes -= len(ones)
+        bins[ones] = bins[twos] = bins[num_nodes : num_nodes + len(ones)]
+    return bins[:num_items]
 
 
 def runs(longest: np.ndarray, rows: np.ndarray, row_limit: np.ndarray) -> np.ndarray:

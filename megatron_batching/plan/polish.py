@@ -21,8 +21,8 @@ SEED = 20231107
 BATCH = 64  # changed plans a round
 FRUITLESS_ROUNDS = 8  # rounds without gain after which a replica counts as done
 LEAST_GAIN = 1e-6  # relative; below it a change is rounding
-BUDGET_OPS = 1 << 21  # default budget: so many ops simulated for one replica ...
-BUDGET_RANGE = (256, 4096)  # ... within these numbers of plans
+BUDGET_OPS = 1 << 19  # default budget: so many ops simulated for one replica ...
+BUDGET_RANGE = (64, 4096)  # ... within these numbers of plans
 
 
 class _Replica:

@@ -38,9 +38,10 @@ from megatron_batching.plan.spread import (
     tight_shares,
 )
 
-LADDER = 1.15  # ratio of neighbouring counts that the sweep tries
-PATIENCE = 4  # counts in a row without gain after which the sweep stops
-GOOD_ENOUGH = 1.003  # a plan this near the lower bound ends the search
+LADDER = 1.2  # ratio of neighbouring counts that the sweep tries
+PATIENCE = 3  # counts in a row without gain after which the sweep stops
+CLEAR_GAIN = 0.997  # ratio of times that counts as a gain
+GOOD_ENOUGH = 1.01  # a plan this near the lower bound ends the search
 NUM_REPRESENTATIVES = 16
 NUM_REBALANCES = 2
 # (least size of a micro-batch at either end, micro-batches that it takes to grow, in units of pp)
@@ -73,7 +74,7 @@ class Table:
         old = row[rank]
         if old is None or candidate.time < old.time:
             row[rank] = candidate
-        return old is None or candidate.time < 0.999 * old.time
+        return old is None or candidate.time < CLEAR_GAIN * old.time
 
     def choose(self) -> tuple[int | None, list[Candidate]] | None:
         """The group, and plans of all ranks, with the fastest slowest rank."""
