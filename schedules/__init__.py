@@ -5,6 +5,7 @@ Stands on numpy alone. Start with `PipelineSchedule`, `StageTimes` and `simulate
 
 from .bounds import lower_bound, lower_bound_any_partition
 from .draw import draw_png
+from .export import chrome_trace, draw_text, write_chrome_trace
 from .many import op_ends_many, simulate_many
 from .ops import (
     Op,
@@ -15,6 +16,7 @@ from .ops import (
     legal_groups,
     parse_ops,
 )
+from .page import write_html
 from .programs import Communication
 from .simulate import (
     Idle,
@@ -24,7 +26,7 @@ from .simulate import (
     peak_tokens_in_flight,
     simulate,
 )
-from .timeline import Event, Timeline
+from .timeline import Event, Timeline, headline
 
 __all__ = [
     "Communication",
@@ -36,8 +38,11 @@ __all__ = [
     "Simulation",
     "StageTimes",
     "Timeline",
+    "chrome_trace",
     "draw_png",
+    "draw_text",
     "format_ops",
+    "headline",
     "is_legal_count",
     "least_legal_count",
     "legal_groups",
@@ -48,4 +53,6 @@ __all__ = [
     "peak_tokens_in_flight",
     "simulate",
     "simulate_many",
+    "write_chrome_trace",
+    "write_html",
 ]

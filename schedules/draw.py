@@ -1,4 +1,4 @@
-"""Pictures of timelines: PNG or SVG, one row a rank.
+"""Pictures of timelines: PNG, SVG or PDF, one row a rank.
 
 Every rank is a white bar on grey; ops are painted on it, so what stays white is bubble and meets
 the eye at once. Forwards are blue and backwards orange (Okabe and Ito's palette, told apart with
@@ -14,19 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .timeline import Event, Timeline
+from .timeline import Event, Timeline, as_timelines, headline
 
 FORWARD = (0.0, 0.447, 0.698)
 BACKWARD = (0.902, 0.624, 0.0)
-PANEL = "#d9d9d9"
+PANEL, EDGE = "#d9d9d9", "#333333"
 ROW_HEIGHT = 0.78
-_MATPLOTLIB_HINT = "matplotlib is missing: pip install 'megatron-batching[viz]'"
 
 
 def chunk_colour(kind: str, chunk: int, num_chunks: int) -> tuple[float, float, float]:
     """RGB in [0, 1] of an op's box: the later the chunk, the lighter."""
     red, green, blue = FORWARD if kind == "F" else BACKWARD
-    mix = 0.6 * chunk / max(1, num_chunks - 1) if num_chunks > 1 else 0.0
+    mix = 0.55 * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
     return (red + (1 - red) * mix, green + (1 - green) * mix, blue + (1 - blue) * mix)
 
 
@@ -34,6 +33,7 @@ def draw_png(
     timelines: Timeline | Sequence[Timeline],
     path: str | Path,
     *,
+    overlay: bool = False,
     width_inches: float = 14.0,
     dpi: int = 130,
 ) -> Path:
@@ -42,6 +42,7 @@ def draw_png(
     Args:
         timelines: what to draw; a row for every rank of each.
         path: the file; its suffix says PNG, SVG or PDF.
+        overlay: one row for each rank, split between the timelines, the first on top.
         width_inches: width of the picture.
         dpi: dots an inch of a PNG.
 
@@ -52,27 +53,25 @@ def draw_png(
         ValueError: there is nothing to draw.
         ImportError: matplotlib is missing.
     """
-    shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    if not shown or not all(timeline.events for timeline in shown):
-        raise ValueError("a timeline has no events: give at least one with events")
+    shown = as_timelines(timelines)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(_MATPLOTLIB_HINT) from error
+        raise ImportError("matplotlib is missing: pip install 'megatron-batching[viz]'") from error
 
-    heights = [len(timeline.rows) * 0.42 + 0.35 for timeline in shown]
-    figure = Figure(
-        figsize=(width_inches, sum(heights) + 0.45 * len(shown) + 0.75), layout="constrained"
-    )
+    row_inches = 0.3 + 0.2 * len(shown) if overlay else 0.42
+    panels = [shown] if overlay else [[timeline] for timeline in shown]
+    heights = [len(panel[0].rows) * row_inches + 0.35 for panel in panels]
+    height = sum(heights) + 0.45 * len(panels) + 0.75
+    figure = Figure(figsize=(width_inches, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(
-        len(shown), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+        len(panels), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
     )[:, 0]
     longest = max(timeline.step_time_s for timeline in shown) or 1.0
-    points_per_unit = (width_inches - 0.9) * 72 / longest
-    for axis, timeline in zip(axes, shown, strict=True):
-        _draw_rows(axis, timeline, longest, points_per_unit)
+    for axis, panel in zip(axes, panels, strict=True):
+        _draw_panel(axis, panel, longest, points_per_unit=(width_inches - 0.9) * 72 / longest)
     axes[-1].set_xlabel(f"time ({shown[-1].unit})")
     _draw_legend(figure, shown)
     path = Path(path)
@@ -80,55 +79,47 @@ def draw_png(
     return path
 
 
-def headline(timeline: Timeline) -> str:
-    """Title, step time and bubble in one line."""
-    facts = (
-        f"step {timeline.step_time_s:.4g} {timeline.unit}, bubble {timeline.bubble_fraction:.1%}"
-    )
-    return f"{timeline.title}: {facts}" if timeline.title else f"{timeline.source}: {facts}"
-
-
-def _draw_rows(axis: Any, timeline: Timeline, longest: float, points_per_unit: float) -> None:
+def _draw_panel(
+    axis: Any, panel: Sequence[Timeline], longest: float, points_per_unit: float
+) -> None:
     from matplotlib.patches import Rectangle
 
-    rows = timeline.rows
+    rows = panel[0].rows
+    lane_height = ROW_HEIGHT / len(panel)
     axis.set_facecolor(PANEL)
-    axis.set_title(headline(timeline), loc="left", fontsize=11, fontweight="bold")
-    for y, _ in enumerate(rows):
-        axis.add_patch(
-            Rectangle(
-                (0, y - ROW_HEIGHT / 2), timeline.step_time_s, ROW_HEIGHT, facecolor="white", lw=0
-            )
-        )
-    row_of = {row: y for y, row in enumerate(rows)}
-    for event in timeline.events:
-        _draw_event(
-            axis,
-            event,
-            row_of[event.dp_rank, event.pp_rank],
-            timeline.num_chunks,
-            points_per_unit,
-        )
-    axis.axvline(timeline.step_time_s, color="black", lw=1)
+    title = "\n".join(headline(timeline) for timeline in panel)
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    for lane, timeline in enumerate(panel):
+        tops = {row: y - ROW_HEIGHT / 2 + lane * lane_height for y, row in enumerate(rows)}
+        for top in tops.values():
+            bar = Rectangle((0, top), timeline.step_time_s, lane_height, facecolor="white", lw=0)
+            axis.add_patch(bar)
+        for event in timeline.events:
+            top = tops[event.dp_rank, event.pp_rank]
+            _draw_event(axis, event, top, lane_height, timeline.num_chunks, points_per_unit)
+        end = timeline.step_time_s
+        axis.vlines(end, min(tops.values()), max(tops.values()) + lane_height, color="black", lw=1)
     axis.set_xlim(0, longest * 1.005)
     axis.set_ylim(len(rows) - 0.45, -0.55)
-    axis.set_yticks(range(len(rows)), [timeline.row_label(row) for row in rows])
+    axis.set_yticks(range(len(rows)), [panel[0].row_label(row) for row in rows])
     axis.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
 
 
-def _draw_event(axis: Any, event: Event, y: int, num_chunks: int, points_per_unit: float) -> None:
+def _draw_event(
+    axis: Any, event: Event, top: float, height: float, num_chunks: int, points_per_unit: float
+) -> None:
     from matplotlib.patches import Rectangle
 
     colour = chunk_colour(event.op.kind, event.op.chunk, num_chunks)
     axis.add_patch(
         Rectangle(
-            (event.start_s, y - ROW_HEIGHT / 2),
+            (event.start_s, top),
             event.duration_s,
-            ROW_HEIGHT,
+            height,
             facecolor=colour,
-            edgecolor="#333333",
+            edgecolor=EDGE,
             lw=0.4,
             hatch="////" if event.dummy else None,
         )
@@ -138,13 +129,15 @@ def _draw_event(axis: Any, event: Event, y: int, num_chunks: int, points_per_uni
         dark = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] < 0.5
         axis.text(
             event.start_s + event.duration_s / 2,
-            y,
+            top + height / 2,
             text,
             ha="center",
             va="center",
             fontsize=8,
             color="white" if dark else "black",
             clip_on=True,
+            # keeps the number legible on the hatching
+            bbox={"facecolor": colour, "lw": 0, "pad": 0.8} if event.dummy else None,
         )
 
 
@@ -152,24 +145,21 @@ def _draw_legend(figure: Any, timelines: Sequence[Timeline]) -> None:
     from matplotlib.patches import Patch
 
     chunks = max(timeline.num_chunks for timeline in timelines)
-    kinds = sorted({event.op.kind for t in timelines for event in t.events}, reverse=True)
+    kinds = {event.op.kind for timeline in timelines for event in timeline.events}
     patches = [
         Patch(
             facecolor=chunk_colour(kind, chunk, chunks),
-            edgecolor="#333333",
+            edgecolor=EDGE,
             label=name if chunks == 1 else f"{name}, chunk {chunk}",
         )
         for kind, name in (("F", "forward"), ("B", "backward"))
         if kind in kinds
         for chunk in range(chunks)
     ]
-    patches.append(Patch(facecolor="white", edgecolor="#333333", label="bubble"))
+    patches.append(Patch(facecolor="white", edgecolor=EDGE, label="bubble"))
     if any(event.dummy for timeline in timelines for event in timeline.events):
-        patches.append(Patch(facecolor="white", edgecolor="#333333", hatch="////", label="dummy"))
+        patches.append(Patch(facecolor="white", edgecolor=EDGE, hatch="////", label="dummy"))
+    columns = len(patches) if len(patches) < 8 else (len(patches) + 1) // 2
     figure.legend(
-        handles=patches,
-        loc="outside upper right",
-        ncols=len(patches) if len(patches) < 8 else (len(patches) + 1) // 2,
-        fontsize=8,
-        frameon=False,
+        handles=patches, loc="outside upper right", ncols=columns, fontsize=8, frameon=False
     )

@@ -101,14 +101,12 @@ class Communication:
             self.blocking,
         )
 
-    def transfer_times(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.floating]:
+    def transfer_times(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Time of a message of each number of tokens once both ends have posted it."""
         if math.isinf(self.bandwidth):
             return np.full(tokens.shape, self.latency)
-        times: npt.NDArray[np.float64] = (
-            self.latency + tokens * self.bytes_per_token / self.bandwidth
-        )
-        return times
+        times = self.latency + tokens * self.bytes_per_token / self.bandwidth
+        return np.asarray(times, dtype=np.float64)
 
 
 class CommunicationShape(NamedTuple):

@@ -8,7 +8,7 @@ would save bytes and make every reader a tree walk.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -134,3 +134,18 @@ class Timeline:
             )
         events = tuple(Event(**{**event, "op": Op.parse(event["op"])}) for event in data["events"])
         return cls(events=events, title=data["title"], source=data["source"], unit=data["unit"])
+
+
+def as_timelines(timelines: Timeline | Sequence[Timeline]) -> list[Timeline]:
+    """One or several timelines as a list; ValueError when there is nothing to show."""
+    shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    if not shown or not all(timeline.events for timeline in shown):
+        raise ValueError("a timeline has no events: give at least one with events")
+    return shown
+
+
+def headline(timeline: Timeline) -> str:
+    """Title, step time and bubble in one line."""
+    step = f"step {timeline.step_time_s:.4g} {timeline.unit}"
+    name = timeline.title or timeline.source
+    return f"{name}: {step}, bubble {timeline.bubble_fraction:.1%}"
