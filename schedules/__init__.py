@@ -26,7 +26,7 @@ from .simulate import (
     peak_tokens_in_flight,
     simulate,
 )
-from .timeline import Event, Timeline, headline
+from .timeline import Event, Timeline, format_time, headline
 
 __all__ = [
     "Communication",
@@ -42,6 +42,7 @@ __all__ = [
     "draw_png",
     "draw_text",
     "format_ops",
+    "format_time",
     "headline",
     "is_legal_count",
     "least_legal_count",

@@ -146,6 +146,15 @@ def as_timelines(timelines: Timeline | Sequence[Timeline]) -> list[Timeline]:
 
 def headline(timeline: Timeline) -> str:
     """Title, step time and bubble in one line."""
-    step = f"step {timeline.step_time_s:.4g} {timeline.unit}"
+    step = f"step {format_time(timeline.step_time_s)} {timeline.unit}"
     name = timeline.title or timeline.source
     return f"{name}: {step}, bubble {timeline.bubble_fraction:.1%}"
+
+
+def format_time(value: float) -> str:
+    """Four digits, without an exponent for large numbers.
+
+    >>> format_time(0.123456), format_time(159579.75)
+    ('0.1235', '159,580')
+    """
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
