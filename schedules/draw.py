@@ -125,7 +125,8 @@ def _draw_event(
         )
     )
     text = str(event.op.micro_batch)
-    if event.duration_s * points_per_unit > 6.0 * len(text) + 1.5:
+    points = event.duration_s * points_per_unit
+    if points > 4.6 * len(text) + 1.0:
         dark = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] < 0.5
         axis.text(
             event.start_s + event.duration_s / 2,
@@ -133,7 +134,7 @@ def _draw_event(
             text,
             ha="center",
             va="center",
-            fontsize=8,
+            fontsize=min(8.0, (points - 1.0) / (0.62 * len(text))),
             color="white" if dark else "black",
             clip_on=True,
             # keeps the number legible on the hatching

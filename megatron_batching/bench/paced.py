@@ -6,8 +6,8 @@ Megatron's own `get_forward_backward_func` runs on the CPU with stages that take
 they are told to, so whatever else a step takes comes from the schedule and its communication:
 what the simulator claims to know. Sleeping needs no core, so eight ranks fit on two; real layers
 would fight for the cores and measure the machine. What is predicted is fixed before the
-measurement: the times told, plus the time by which a sleep lasts too long and the latency of a
-message, both measured beforehand.
+measurement: the times told, plus what an op costs beyond its sleep in a plain loop without
+pipeline, and the latency of a message between two ranks, both measured beforehand.
 
 The plans of one layout share their total work and differ in order, number of micro-batches,
 group, evenness of the stages and planning of shapes. Replicas of a smaller pipeline run different
@@ -58,6 +58,19 @@ WORLD_SIZE = 8
 LAYOUTS = [(pp, vpp) for pp in (2, 4, 8) for vpp in (1, 2, 4)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What the machine adds, in seconds.
+
+    Attributes:
+        op_s: to each op, beyond its sleep.
+        message_s: to each message.
+    """
+
+    op_s: float
+    message_s: float
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PacedCase:
     """One plan to be run.
@@ -79,15 +92,15 @@ class PacedCase:
         """[M] sequence length of each micro-batch's tensor; all differ."""
         return [5 + 3 * i for i in range(self.schedule.num_micro_batches)]
 
-    def predict(self, latency: float, overshoot: float) -> Simulation:
-        """The step as the simulator sees it; both arguments in seconds."""
+    def predict(self, costs: Costs) -> Simulation:
+        """The step as the simulator sees it."""
         communication = Communication(
-            latency=latency,
+            latency=costs.message_s,
             planned_shapes=self.planned_shapes,
             wait_for_sends=_waits_for_sends(),
         )
         times = StageTimes(
-            forward=self.times.forward + overshoot, backward=self.times.backward + overshoot
+            forward=self.times.forward + costs.op_s, backward=self.times.backward + costs.op_s
         )
         return simulate(self.schedule, times, communication)
 
@@ -237,33 +250,32 @@ def run_case(model: PipelineModel, case: PacedCase) -> list[Event]:
     )
 
 
-def measure_latency(repeats: int = 200) -> float:
-    """Seconds of one small message between ranks 0 and 1, the median; called by all ranks."""
-    tensor = torch.zeros(16, HIDDEN)
-    rank = dist.get_rank()
-    readings = []
-    for _ in range(repeats):
-        begin = time.monotonic()
-        if rank == 0:
-            dist.send(tensor, 1)
-            dist.recv(tensor, 1)
-        elif rank == 1:
-            dist.recv(tensor, 0)
-            dist.send(tensor, 0)
-        readings.append((time.monotonic() - begin) / 2)
-    shared = [statistics.median(readings)]
-    dist.broadcast_object_list(shared, src=0)
-    return float(shared[0])
-
-
-def measure_overshoot(repeats: int = 40) -> float:
-    """Seconds by which a sleep of 20 ms lasts too long, the mean over all ranks at once."""
+def measure_costs(num_micro_batches: int = 24, repeats: int = 200) -> Costs:
+    """Both costs, the mean over all ranks working at once; leaves the parallel state at pp 1."""
+    placement = initialize(Layout(dp=WORLD_SIZE), device="cpu")
+    schedule = PipelineSchedule(pp=1, num_micro_batches=num_micro_batches)
+    told = [0.02] * num_micro_batches
+    case = PacedCase(
+        name="plain loop",
+        schedule=schedule,
+        times=StageTimes.even(schedule, told, told),
+        planned_shapes=True,
+    )
+    dist.barrier()
+    step_s = max(event.end_s for event in run_case(build_paced_model(placement), case))
+    op_s = (step_s - 2 * sum(told)) / schedule.num_ops
+    peer, tensor = placement.rank ^ 1, torch.zeros(16, 1, HIDDEN)
+    dist.barrier()
     begin = time.monotonic()
-    for _ in range(repeats):
-        time.sleep(0.02)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (time.monotonic() - begin) / repeats - 0.02)
-    return statistics.mean(everyone)
+    for turn in range(repeats):
+        kind = dist.isend if (turn + placement.rank) % 2 else dist.irecv
+        for request in dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer)]):
+            request.wait()
+    message_s = (time.monotonic() - begin) / repeats
+    everyone: list[Any] = [None] * WORLD_SIZE
+    dist.all_gather_object(everyone, (op_s, message_s))
+    op_s, message_s = np.mean(everyone, axis=0).tolist()
+    return Costs(op_s=op_s, message_s=message_s)
 
 
 def measure_layout(
@@ -321,7 +333,7 @@ def count_ranked(
     return right, len(drawn)
 
 
-def summarize(results: list[dict[str, Any]], costs: tuple[float, float]) -> dict[str, Any]:
+def summarize(results: list[dict[str, Any]], costs: Costs) -> dict[str, Any]:
     """The figures of the report, with what is needed to judge them."""
     errors = [abs(result["error"]) for result in results]
     right, drawn = count_ranked(results)
@@ -332,8 +344,8 @@ def summarize(results: list[dict[str, Any]], costs: tuple[float, float]) -> dict
         "worst_abs_error": max(errors),
         "pairs_ranked_right": right,
         "pairs": drawn,
-        "latency_s": costs[0],
-        "sleep_overshoot_s": costs[1],
+        "op_s": costs.op_s,
+        "message_s": costs.message_s,
         "cpu_cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
@@ -370,16 +382,13 @@ def main() -> None:
     layouts = [(2, 1), (4, 2), (8, 1)] if options.quick else LAYOUTS
     repeats = 1 if options.quick else options.repeats
     results: list[dict[str, Any]] = []
-    costs: tuple[float, float] | None = None
+    costs = measure_costs()
     for pp, vpp in layouts:
         placement = initialize(Layout(pp=pp, vpp=vpp, dp=WORLD_SIZE // pp), device="cpu")
-        if costs is None:
-            costs = measure_latency(), measure_overshoot()
         cases = make_cases(pp, vpp, options.seed)
         for case, timeline in measure_layout(placement, cases, repeats):
             if placement.rank == 0:
                 results.append(_report(case, timeline, costs, options.output, len(results)))
-    assert costs is not None
     if dist.get_rank() == 0:
         summary = summarize(results, costs)
         if options.output is not None:
@@ -392,11 +401,11 @@ def main() -> None:
 def _report(
     case: PacedCase,
     timeline: Timeline,
-    costs: tuple[float, float],
+    costs: Costs,
     output: Path | None,
     number: int,
 ) -> dict[str, Any]:
-    simulation = case.predict(*costs)
+    simulation = case.predict(costs)
     schedule = case.schedule
     error = simulation.step_time / timeline.step_time_s - 1
     print(
@@ -409,6 +418,9 @@ def _report(
         output.mkdir(parents=True, exist_ok=True)
         predicted = simulation.timeline(f"{case.name}, simulated")
         draw_png([predicted, timeline], output / f"case{number:02}.png")
+        for source in (predicted, timeline):
+            path = output / f"case{number:02}_{source.source}.json"
+            path.write_text(json.dumps(source.to_json()))
     return {
         "pp": schedule.pp,
         "vpp": schedule.vpp,

@@ -238,15 +238,16 @@ def _describe(own: dict[str, Any]) -> str:
     def shares(parts: dict[str, float]) -> str:
         return ", ".join(f"{name} {share:.1%}" for name, share in parts.items() if share >= 5e-4)
 
+    step, bound = own["step_time"], own["lower_bound_any_order"]
     counts = own["num_micro_batches"]
     span = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     return "\n".join(
         [
             f"{own['title']}",
-            f"  step       {format_time(own['step_time'])} {own['unit']}, {span} micro-batches a replica, "
+            f"  step       {format_time(step)} {own['unit']}, {span} micro-batches a replica, "
             f"replica {own['slowest_replica']} is the slowest",
-            f"  bound      {format_time(own['lower_bound_any_order'])} for any order of these micro-batches "
-            f"({own['lower_bound_any_order'] / own['step_time']:.1%} of the step)",
+            f"  bound      {format_time(bound)} for any order of these micro-batches "
+            f"({bound / step:.1%} of the step)",
             f"  bubble     {own['bubble_fraction']:.1%}; of the slowest replica "
             f"{own['bubble_of_slowest']:.1%}: {shares(own['bubble_by_phase'])}",
             f"  waits for  {shares(own['bubble_by_cause'])}",

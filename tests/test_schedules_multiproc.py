@@ -1,0 +1,88 @@
+"""The op order and step time of Megatron's real schedule, run with stages that sleep.
+
+Purpose: the order is recorded from inside the stages, so nothing of Megatron's is imitated. Step
+times are held loosely here, since other work slows a shared machine; how close they come on a
+quiet one is measured by `megatron_batching.bench.paced`.
+Command: pytest tests/test_schedules_multiproc.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron_batching.schedules import PipelineSchedule, StageTimes, format_ops, simulate
+
+CASES = {
+    "1f1b": {"pp": 2, "num_micro_batches": 5},
+    "1f1b, all in warm-up": {"pp": 4, "num_micro_batches": 2},
+    "1f1b, forward only": {"pp": 2, "num_micro_batches": 3, "forward_only": True},
+    "interleaved": {"pp": 2, "vpp": 2, "num_micro_batches": 4},
+    "interleaved, four ranks": {"pp": 4, "vpp": 2, "num_micro_batches": 8},
+    "interleaved, all in warm-up": {"pp": 4, "vpp": 2, "num_micro_batches": 4},
+    "interleaved, short last group": {"pp": 4, "vpp": 2, "num_micro_batches": 9, "group": 5},
+    "interleaved, group above pp": {"pp": 2, "vpp": 3, "num_micro_batches": 6, "group": 6},
+    "interleaved, forward only": {
+        "pp": 2,
+        "vpp": 2,
+        "num_micro_batches": 5,
+        "group": 3,
+        "forward_only": True,
+    },
+}
+
+
+def run_on_rank(arguments: dict[str, Any], planned: bool, seconds: float) -> tuple[str, float]:
+    """Ops that this rank ran, and the end of its last one; called in a worker process."""
+    import torch.distributed as dist
+
+    from megatron_batching.bench.paced import build_paced_model, run_case
+    from megatron_batching.megatron.parallel import initialize
+    from megatron_batching.plan import Layout
+
+    case = make_case(arguments, planned, seconds)
+    layout = Layout(pp=arguments["pp"], vpp=arguments.get("vpp", 1))
+    model = build_paced_model(initialize(layout, device="cpu"))
+    dist.barrier()
+    events = run_case(model, case)
+    return format_ops(tuple(model.chunks[0].ran)), max(event.end_s for event in events)
+
+
+def make_case(arguments: dict[str, Any], planned: bool, seconds: float) -> Any:
+    """Micro-batches of very different times, the same on all ranks."""
+    from megatron_batching.bench.paced import PacedCase
+
+    schedule = PipelineSchedule(**arguments)
+    size = np.random.default_rng(0).uniform(0.2, 1.8, schedule.num_micro_batches) * seconds
+    times = StageTimes.even(schedule, size, 2 * size)
+    return PacedCase(name="test", schedule=schedule, times=times, planned_shapes=planned)
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "exchanged"])
+@pytest.mark.parametrize("arguments", CASES.values(), ids=CASES.keys())
+def test_real_schedule_runs_the_ops_in_order(
+    pools: Any, arguments: dict[str, Any], planned: bool
+) -> None:
+    schedule = PipelineSchedule(**arguments)
+    results = pools[schedule.pp].run(
+        "test_schedules_multiproc:run_on_rank", arguments=arguments, planned=planned, seconds=0.0
+    )
+    for rank, (ops, _) in enumerate(results):
+        assert ops == format_ops(schedule.ops(rank))
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "exchanged"])
+def test_real_step_takes_the_simulated_time(pools: Any, planned: bool) -> None:
+    from megatron_batching.bench.paced import Costs
+
+    arguments = {"pp": 4, "vpp": 2, "num_micro_batches": 9, "group": 5}
+    case = make_case(arguments, planned, seconds=0.04)
+    results = pools[4].run(
+        "test_schedules_multiproc:run_on_rank", arguments=arguments, planned=planned, seconds=0.04
+    )
+    measured = max(end for _, end in results)
+    predicted = case.predict(Costs(op_s=0.0, message_s=0.0)).step_time
+    free = simulate(case.schedule, case.times).step_time
+    assert 0.99 * predicted < measured < 1.4 * predicted
+    assert planned or predicted > 1.05 * free
