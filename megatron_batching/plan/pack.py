@@ -8,6 +8,7 @@ packing is a tuple of item-index arrays in execution order; an empty array is a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,9 +16,17 @@ from megatron_batching.plan.cost import CostModel
 from megatron_batching.plan.items import Items, alone_tokens
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.options import BatchingOptions
-from megatron_batching.plan.partition import best_fit, descending, longest_first, runs
+from megatron_batching.plan.partition import best_fit, descending, exact_fit, longest_first, runs
 
 Packing = tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A packing of one replica and its simulated step time."""
+
+    time: float
+    packing: Packing
 
 
 def small_ends(loads: np.ndarray) -> np.ndarray:
@@ -44,6 +53,7 @@ class Packer:
         self.forward_only = options.forward_only
         self.padded = options.packing == "padded"
         self.dummy_tokens = options.alignment(layout)
+        self.count_is_limited = options.max_num_micro_batches is not None
         self.fixed = options.micro_batch_size is not None
         if self.fixed:
             self.cap, self.weights = float(options.micro_batch_size or 0), items.rows
@@ -125,7 +135,12 @@ class Packer:
     def _fewest(self, chosen: np.ndarray) -> np.ndarray:
         if self.padded:
             return self._cut(chosen, np.inf)
-        return best_fit(self.weights[chosen], int(self.cap))
+        weights, cap = self.weights[chosen], int(self.cap)
+        assignment = best_fit(weights, cap)
+        if self.count_is_limited and int(assignment.max()) >= -(-weights.sum() // cap):
+            exact = exact_fit(weights, cap, int(assignment.max()))
+            return assignment if exact is None else exact
+        return assignment
 
     def _cut(self, chosen: np.ndarray, most_cost: float) -> np.ndarray:
         """Padded: runs of similar length, each under the cap and under `most_cost`."""

@@ -20,6 +20,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
+MOST_NODES = 20_000  # placements that exact_fit tries
 FEW = 16  # entries that are inserted one by one rather than sorted in
 
 
@@ -53,6 +54,43 @@ def best_fit(weights: np.ndarray, cap: int) -> np.ndarray:
     return assignment
 
 
+def exact_fit(weights: np.ndarray, cap: int, num_bins: int) -> np.ndarray | None:
+    """Depth-first search for a packing into `num_bins`; None when none is found in MOST_NODES.
+
+    For the rare case that best-fit misses a count that is not to be exceeded.
+
+    >>> weights = np.array([4, 4, 3, 3, 3, 3])
+    >>> int(best_fit(weights, 10).max()) + 1, int(exact_fit(weights, 10, 2).max()) + 1
+    (3, 2)
+    """
+    if weights.sum() > cap * num_bins or weights.max() > cap:
+        return None
+    order = descending(weights)
+    held = np.asarray(weights)[order].tolist()
+    rooms = [cap] * num_bins
+    choice: list[int] = []
+    # For each placed item the bins still to try, the next one last.
+    untried = [[0]]
+    for _ in range(MOST_NODES):
+        if not untried[-1]:
+            untried.pop()
+            if not choice:
+                return None
+            rooms[choice.pop()] += held[len(choice)]
+            continue
+        b = untried[-1].pop()
+        rooms[b] -= held[len(choice)]
+        choice.append(b)
+        if len(choice) == len(held):
+            assignment = np.empty(len(held), dtype=np.int64)
+            assignment[order] = choice
+            return assignment
+        first_of_room = {room: b for b, room in reversed(list(enumerate(rooms)))}
+        able = [(room, b) for room, b in first_of_room.items() if room >= held[len(choice)]]
+        untried.append([b for _, b in sorted(able, reverse=True)])
+    return None
+
+
 def longest_first(
     costs: np.ndarray,
     weights: np.ndarray,
@@ -72,7 +110,7 @@ def longest_first(
     heap = [(load, b) for b, load in enumerate(loads)]
     heapify(heap)
     held = [0.0] * num_bins
-    lightest = float(np.min(weights))
+    lightest = min(np.asarray(weights).tolist(), default=0)
     assignment = np.empty(len(costs), dtype=np.int64)
     order = descending(costs)
     for item, cost, weight in zip(

@@ -13,8 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_batching.plan.layout import Layout
-from megatron_batching.plan.options import BatchingOptions
-from megatron_batching.plan.pack import Packer, Packing, split
+from megatron_batching.plan.pack import Candidate, Packer, split
 from megatron_batching.plan.predict import step_times
 
 SEED = 20231107
@@ -28,11 +27,12 @@ BUDGET_RANGE = (64, 4096)  # ... within these numbers of plans
 class _Replica:
     """A replica's plan while it changes."""
 
-    def __init__(self, packing: Packing, time: float) -> None:
+    def __init__(self, candidate: Candidate) -> None:
+        packing = candidate.packing
         self.num_bins = len(packing)
         self.items = np.concatenate(packing)
         self.bins = np.repeat(np.arange(self.num_bins), [len(held) for held in packing])
-        self.time = time
+        self.time = candidate.time
         self.fruitless = 0
 
     def take(self, items: np.ndarray, bins: np.ndarray, time: float) -> None:
@@ -42,19 +42,17 @@ class _Replica:
 def polish(
     packer: Packer,
     layout: Layout,
-    options: BatchingOptions,
     group: int | None,
-    packings: list[Packing],
-    times: list[float],
-) -> list[Packing]:
-    """Improve packings until nothing helps or the budget is spent.
+    candidates: list[Candidate],
+    moves_between: bool,
+    budget: int,
+) -> list[Candidate]:
+    """Improve the replicas' plans until nothing helps or `budget` plans were simulated.
 
-    times: of each packing. The counts and the group stay as they are.
+    moves_between: items may change replicas. The counts and the group stay as they are.
     """
     rng = np.random.Generator(np.random.PCG64(SEED))
-    replicas = [_Replica(packing, time) for packing, time in zip(packings, times, strict=True)]
-    moves_between = options.balance == "replicas" and layout.dp > 1
-    budget = options.search_budget or _default_budget(packings, layout)
+    replicas = [_Replica(candidate) for candidate in candidates]
     while budget > 0:
         by_time = sorted(range(len(replicas)), key=lambda rank: (-replicas[rank].time, rank))
         slowest = replicas[by_time[0]]
@@ -63,16 +61,17 @@ def polish(
         slowest.fruitless += 1
         _change_within(packer, layout, group, slowest, rng)
         budget -= BATCH
-        if moves_between:
+        if moves_between and len(replicas) > 1:
             fast = by_time[len(by_time) // 2 :]
             other = replicas[fast[int(rng.integers(len(fast)))]]
             _change_between(packer, layout, group, slowest, other, rng)
             budget -= 2 * BATCH
-    return [split(r.items, r.bins, r.num_bins) for r in replicas]
+    return [Candidate(time=r.time, packing=split(r.items, r.bins, r.num_bins)) for r in replicas]
 
 
-def _default_budget(packings: list[Packing], layout: Layout) -> int:
-    ops = 2 * max(len(packing) for packing in packings) * layout.num_virtual_stages
+def default_budget(candidates: list[Candidate], layout: Layout) -> int:
+    """Plans to simulate: fewer the longer one takes, more where more replicas can trade."""
+    ops = 2 * max(len(c.packing) for c in candidates) * layout.num_virtual_stages
     plans = min(max(BUDGET_OPS // ops, BUDGET_RANGE[0]), BUDGET_RANGE[1])
     return plans * (1 + int(np.log2(layout.dp)))
 

@@ -16,7 +16,6 @@ every run ends with the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,8 +25,8 @@ from megatron_batching.plan.bound import lower_bound
 from megatron_batching.plan.counts import count_range, is_legal, legal_count, open_groups
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.options import BatchingOptions
-from megatron_batching.plan.pack import Packer, Packing, small_ends
-from megatron_batching.plan.polish import polish
+from megatron_batching.plan.pack import Candidate, Packer, Packing, small_ends
+from megatron_batching.plan.polish import default_budget, polish
 from megatron_batching.plan.predict import step_times
 from megatron_batching.plan.spread import (
     Shares,
@@ -39,24 +38,19 @@ from megatron_batching.plan.spread import (
 )
 
 LADDER = 1.2  # ratio of neighbouring counts that the sweep tries
-PATIENCE = 3  # counts in a row without gain after which the sweep stops
+REACH = 1.6  # the sweep stops this far above the last count that brought a gain
 CLEAR_GAIN = 0.997  # ratio of times that counts as a gain
 GOOD_ENOUGH = 1.01  # a plan this near the lower bound ends the search
 NUM_REPRESENTATIVES = 16
 NUM_REBALANCES = 2
+NUM_FINALISTS = 3  # plans that are polished ...
+CLOSE = 1.05  # ... if within this ratio of the best,
+LEAST_BUDGET = 256  # and if each may have so many candidates
 # (least size of a micro-batch at either end, micro-batches that it takes to grow, in units of pp)
 TAPERS = ((1.0, 0.0), (0.0, 1.0), (0.25, 2.0))
 
 Setting = tuple[int, int | None]
 """Number of micro-batches and group."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Candidate:
-    """One replica's packing under one setting."""
-
-    time: float
-    packing: Packing
 
 
 @dataclass(eq=False)
@@ -67,26 +61,31 @@ class Table:
     same_count: bool
     best: dict[Setting, list[Candidate | None]] = field(default_factory=dict)
 
-    def offer(self, setting: Setting, rank: int, candidate: Candidate) -> bool:
-        """Keep the candidate if it is the best of its rank; says whether it clearly is."""
+    def offer(self, setting: Setting, rank: int, candidate: Candidate) -> None:
+        """Keep the candidate if it is the best of its rank."""
         key = (setting[0] if self.same_count else 0, setting[1])
         row = self.best.setdefault(key, [None] * self.num_ranks)
         old = row[rank]
         if old is None or candidate.time < old.time:
             row[rank] = candidate
-        return old is None or candidate.time < CLEAR_GAIN * old.time
 
-    def choose(self) -> tuple[int | None, list[Candidate]] | None:
-        """The group, and plans of all ranks, with the fastest slowest rank."""
-        chosen: tuple[float, int | None, list[Candidate]] | None = None
-        for (_, group), row in self.best.items():
-            full = [candidate for candidate in row if candidate is not None]
-            if len(full) < self.num_ranks:
-                continue
-            slowest = max(candidate.time for candidate in full)
-            if chosen is None or slowest < chosen[0]:
-                chosen = slowest, group, full
-        return chosen and chosen[1:]
+    def finalists(self) -> list[Finalist]:
+        """Plans of all ranks, one a group (and count)."""
+        rows = [(group, [c for c in row if c]) for (_, group), row in self.best.items()]
+        return [Finalist(group=g, candidates=c) for g, c in rows if len(c) == self.num_ranks]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Finalist:
+    """A plan of all replicas."""
+
+    group: int | None
+    candidates: list[Candidate]
+
+    @property
+    def time(self) -> float:
+        """Step time of the slowest replica."""
+        return max(candidate.time for candidate in self.candidates)
 
 
 class Search:
@@ -100,46 +99,65 @@ class Search:
     def run(self) -> tuple[int | None, list[Packing]]:
         """Search; ValueError when no plan keeps the limits."""
         owned = owner_shares(self.packer, self.layout.dp)
-        best = self._baseline(owned)
+        finalists = self._baseline(owned)
         if self.options.method == "baseline":
-            if best is None:
+            if not finalists:
                 raise self._infeasible(owned)
-            return best[0], [candidate.packing for candidate in best[1]]
+            return finalists[0].group, [c.packing for c in finalists[0].candidates]
         shares = owned
         if self.options.balance == "replicas" and self.layout.dp > 1:
             shares = self._feasible(balanced_shares(self.packer, self.layout.dp))
         for attempt in range(NUM_REBALANCES + 1):
             found = self._fit(shares)
-            if found is not None and (best is None or _slowest(found[1]) < _slowest(best[1])):
-                best = found
-            if best is None or found is None or shares is owned or self._good_enough(best[1]):
+            finalists += found
+            if not found or shares is owned or attempt == NUM_REBALANCES:
                 break
-            if attempt < NUM_REBALANCES:
-                idle = self._idle(shares, found[1])
-                shares = self._feasible(rebalanced_shares(self.packer, shares, idle))
-        if best is None:
+            best = min(found, key=_time)
+            if self._good_enough(best):
+                break
+            idle = self._idle(shares, best.candidates)
+            shares = self._feasible(rebalanced_shares(self.packer, shares, idle))
+        if not finalists:
             raise self._infeasible(shares)
-        group, candidates = best
-        if not self._good_enough(candidates):
-            packings, times = [c.packing for c in candidates], [c.time for c in candidates]
-            packings = polish(self.packer, self.layout, self.options, group, packings, times)
-            return group, packings
-        return group, [candidate.packing for candidate in candidates]
+        best = self._polished(sorted(finalists, key=_time)[:NUM_FINALISTS])
+        return best.group, [candidate.packing for candidate in best.candidates]
 
-    def _baseline(self, shares: Shares) -> tuple[int | None, list[Candidate]] | None:
+    def _baseline(self, shares: Shares) -> list[Finalist]:
         plan = plan_baseline(self.packer, shares, self.layout, self.options)
         if plan is None:
-            return None
+            return []
         group, packings = plan
         features = np.stack([self.packer.features(packing) for packing in packings])
-        times = step_times(self.packer, self.layout, group, features)
-        return group, [
-            Candidate(time=float(time), packing=packing)
-            for time, packing in zip(times, packings, strict=True)
-        ]
+        times = step_times(self.packer, self.layout, group, features).tolist()
+        pairs = zip(times, packings, strict=True)
+        return [Finalist(group=group, candidates=[Candidate(time=t, packing=p) for t, p in pairs])]
 
-    def _good_enough(self, candidates: Iterable[Candidate]) -> bool:
-        return _slowest(candidates) <= GOOD_ENOUGH * self.bound
+    def _polished(self, finalists: list[Finalist]) -> Finalist:
+        """The best of the finalists (fastest first) after polishing each."""
+        if self._good_enough(finalists[0]):
+            return finalists[0]
+        budget = self.options.search_budget or default_budget(finalists[0].candidates, self.layout)
+        close = [f for f in finalists if f.time <= CLOSE * finalists[0].time]
+        if budget < LEAST_BUDGET * len(close):
+            close = close[:1]
+        polished = [
+            Finalist(
+                group=f.group,
+                candidates=polish(
+                    self.packer,
+                    self.layout,
+                    f.group,
+                    f.candidates,
+                    self.options.balance == "replicas",
+                    -(-budget // len(close)),
+                ),
+            )
+            for f in close
+        ]
+        return min(polished, key=_time)
+
+    def _good_enough(self, finalist: Finalist) -> bool:
+        return finalist.time <= GOOD_ENOUGH * self.bound
 
     def _idle(self, shares: Shares, candidates: list[Candidate]) -> np.ndarray:
         """[dp] time on all stages together that each replica loses."""
@@ -148,10 +166,12 @@ class Search:
 
     def _feasible(self, shares: Shares) -> Shares:
         """The shares, or tighter ones where max_num_micro_batches would not hold them."""
-        if self.high is None or all(self.packer.least_count(s) <= self.high for s in shares):
+        if self.high is None:
             return shares
         most = max((c for c in range(1, self.high + 1) if self._legal_groups(c)), default=0)
-        tight = tight_shares(self.packer, self.layout.dp, most) if most else None
+        if not most or all(self.packer.least_count(share) <= most for share in shares):
+            return shares
+        tight = tight_shares(self.packer, self.layout.dp, most)
         return shares if tight is None else tight
 
     def _infeasible(self, shares: Shares) -> ValueError:
@@ -194,22 +214,22 @@ class Search:
             if self.low <= count <= (self.high or count) and (legal := self._legal_groups(count))
         ]
 
-    def _fit(self, shares: Shares) -> tuple[int | None, list[Candidate]] | None:
-        """Best plan found for each replica's share."""
-        table = Table(self.layout.dp, self.options.same_count)
+    def _fit(self, shares: Shares) -> list[Finalist]:
+        """Best plans found for these shares."""
+        dp = self.layout.dp
+        table = Table(dp, self.options.same_count or dp == 1)
         least = np.array([max(self.low, 1, self.packer.least_count(s)) for s in shares])
         most = np.maximum(least, [len(share) for share in shares])
         ranks = representatives(self.packer, shares, NUM_REPRESENTATIVES)
         settings = self._settings(least, most)
         wins = self._sweep(table, shares, ranks, least, settings)
-        others = np.setdiff1d(np.arange(self.layout.dp), ranks)
+        others = np.setdiff1d(np.arange(dp), ranks)
         if len(others):
             common = sorted(wins, key=lambda setting: (-wins[setting], setting))
             self._sweep(table, shares, others, least, sorted(common[:2]), num_tapers=1)
-            rest = [r for r in others if all(row[r] is None for row in table.best.values())]
-            if rest:
-                self._sweep(table, shares, np.array(rest), least, settings, num_tapers=1)
-        return table.choose()
+            if not table.finalists():
+                self._sweep(table, shares, others, least, settings, num_tapers=1)
+        return table.finalists()
 
     def _sweep(
         self,
@@ -222,19 +242,19 @@ class Search:
     ) -> dict[Setting, int]:
         """Try settings in turn; returns how many ranks did best with each."""
         winner: dict[int, tuple[float, Setting]] = {}
-        fruitless = 0
+        last_gain = settings[0][0] if settings else 0
         for setting in settings:
             able = [int(rank) for rank in ranks if least[rank] <= setting[0]]
-            gained = False
             for rank, candidate in self._candidates(shares, able, setting, num_tapers):
-                gained |= table.offer(setting, rank, candidate)
-                if rank not in winner or candidate.time < winner[rank][0]:
+                table.offer(setting, rank, candidate)
+                old = winner.get(rank)
+                if old is None or candidate.time < CLEAR_GAIN * old[0]:
+                    last_gain = setting[0]
+                if old is None or candidate.time < old[0]:
                     winner[rank] = candidate.time, setting
-            fruitless = 0 if gained else fruitless + 1
-            done = len(winner) == len(ranks)
-            if done and (
-                fruitless >= PATIENCE
-                or max(time for time, _ in winner.values()) <= GOOD_ENOUGH * self.bound
+            finalists = table.finalists()
+            if finalists and (
+                setting[0] > REACH * last_gain or self._good_enough(min(finalists, key=_time))
             ):
                 break
         wins: dict[Setting, int] = {}
@@ -302,5 +322,5 @@ def _orders(loads: np.ndarray) -> list[np.ndarray]:
     return [ends, ends[::-1], np.argsort(loads, kind="stable")]
 
 
-def _slowest(candidates: Iterable[Candidate]) -> float:
-    return max(candidate.time for candidate in candidates)
+def _time(finalist: Finalist) -> float:
+    return finalist.time
