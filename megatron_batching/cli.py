@@ -12,11 +12,14 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from megatron_batching.version import __version__
+
+if TYPE_CHECKING:
+    from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan
 
 app = typer.Typer(
     add_completion=False,
@@ -33,6 +36,46 @@ Lengths = Annotated[
         "`-` for stdin, or `@name` for a built-in distribution."
     ),
 ]
+Source = Annotated[
+    str, typer.Argument(help="A plan that `plan --json` wrote (*.json), or lengths to plan.")
+]
+PP = Annotated[int, typer.Option("--pp", help="Pipeline ranks.")]
+VPP = Annotated[int, typer.Option("--vpp", help="Model chunks per pipeline rank.")]
+DP = Annotated[int, typer.Option("--dp", help="Data-parallel replicas.")]
+TP = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")]
+CP = Annotated[int, typer.Option("--cp", help="Context-parallel ranks.")]
+Group = Annotated[
+    int | None,
+    typer.Option("--group", help="microbatch_group_size_per_vp_stage; chosen if left out."),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-tokens", help="Token cap of a micro-batch, padding included."),
+]
+MicroBatchSize = Annotated[
+    int | None,
+    typer.Option("--micro-batch-size", help="Samples per micro-batch, instead of a cap."),
+]
+Align = Annotated[int, typer.Option("--align", help="Pad each sample to a multiple of this.")]
+Oversize = Annotated[
+    str, typer.Option("--oversize", help="A sample over the cap: error, or alone.")
+]
+SampleGroups = Annotated[
+    int | None,
+    typer.Option("--sample-groups", help="So many consecutive samples stay together."),
+]
+Balance = Annotated[
+    str,
+    typer.Option("--balance", help="replicas: move samples between replicas; none: leave them."),
+]
+Cost = Annotated[
+    str | None,
+    typer.Option("--cost", help="Cost model: tokens (default), verl, or a file of coefficients."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Png = Annotated[Path | None, typer.Option("--png", help="Picture; .svg and .pdf work too.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Page that zooms and shows each op.")]
+Trace = Annotated[Path | None, typer.Option("--trace", help="Trace for Perfetto or Chrome.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -49,43 +92,23 @@ def _root(
 @app.command()
 def plan(
     lengths: Lengths,
-    pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 1,
-    vpp: Annotated[int, typer.Option(help="Model chunks per pipeline rank.")] = 1,
-    dp: Annotated[int, typer.Option(help="Data-parallel replicas.")] = 1,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
-    cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
-    group: Annotated[
-        int | None, typer.Option(help="microbatch_group_size_per_vp_stage; chosen if left out.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Token cap of a micro-batch, padding included.")
-    ] = None,
-    micro_batch_size: Annotated[
-        int | None, typer.Option(help="Samples per micro-batch, instead of a cap.")
-    ] = None,
-    align: Annotated[int, typer.Option(help="Pad each sample to a multiple of this.")] = 1,
-    oversize: Annotated[
-        str, typer.Option(help="A sample over the cap: error, or alone in a micro-batch.")
-    ] = "error",
-    sample_groups: Annotated[
-        int | None, typer.Option(help="So many consecutive samples stay together.")
-    ] = None,
-    balance: Annotated[
-        str, typer.Option(help="replicas: move samples between replicas; none: leave them.")
-    ] = "replicas",
-    cost: Annotated[
-        str | None, typer.Option(help="Cost model: verl, or a YAML file of coefficients.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    pp: PP = 1,
+    vpp: VPP = 1,
+    dp: DP = 1,
+    tp: TP = 1,
+    cp: CP = 1,
+    group: Group = None,
+    max_tokens: MaxTokens = None,
+    micro_batch_size: MicroBatchSize = None,
+    align: Align = 1,
+    oversize: Oversize = "error",
+    sample_groups: SampleGroups = None,
+    balance: Balance = "replicas",
+    cost: Cost = None,
+    as_json: AsJson = False,
 ) -> None:
     """Cut one mini-batch into micro-batches."""
-    from megatron_batching.plan import (
-        BatchingOptions,
-        Layout,
-        load_cost_model,
-        plan_mini_batch,
-        read_lengths,
-    )
+    from megatron_batching.plan import BatchingOptions, Layout
 
     layout = Layout(pp=pp, vpp=vpp, dp=dp, tp=tp, cp=cp, group=group)
     options = BatchingOptions(
@@ -96,9 +119,122 @@ def plan(
         sample_groups=sample_groups,
         balance=balance,
     )
-    model = load_cost_model(cost, layout) if cost else None
-    made = plan_mini_batch(read_lengths(lengths), layout, options, cost_model=model)
+    made = _plan(lengths, layout, options, cost)
     print(json.dumps(made.to_json()) if as_json else made.describe())
+
+
+@app.command()
+def simulate(
+    source: Source,
+    compare: Annotated[
+        str | None,
+        typer.Option(help="Another plan (*.json) or `baseline`, drawn below on the same axis."),
+    ] = None,
+    pp: PP = 1,
+    vpp: VPP = 1,
+    dp: DP = 1,
+    tp: TP = 1,
+    cp: CP = 1,
+    group: Group = None,
+    max_tokens: MaxTokens = None,
+    micro_batch_size: MicroBatchSize = None,
+    align: Align = 1,
+    oversize: Oversize = "error",
+    balance: Balance = "replicas",
+    cost: Cost = None,
+    replica: Annotated[
+        int | None, typer.Option(help="Replica to draw; the slowest if left out, -1 for all.")
+    ] = None,
+    exchange_shapes: Annotated[
+        bool, typer.Option(help="With Megatron's shape exchange before each send.")
+    ] = False,
+    png: Png = None,
+    html: Html = None,
+    trace: Trace = None,
+    timeline_file: Annotated[
+        Path | None, typer.Option("--timeline", help="Timeline file for `timeline`.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a plan and draw its timeline; layout options matter when SOURCE holds lengths."""
+    from megatron_batching.bench.simulate import Outputs, read_plan, run_simulate
+    from megatron_batching.plan import BatchingOptions, Layout
+    from megatron_batching.schedules import Communication
+
+    def make(text: str, method: str) -> MicroBatchPlan:
+        options = BatchingOptions(
+            max_tokens_per_micro_batch=max_tokens,
+            micro_batch_size=micro_batch_size,
+            align=align,
+            oversize=oversize,
+            balance=balance,
+            method=method,
+        )
+        return _plan(text, Layout(pp=pp, vpp=vpp, dp=dp, tp=tp, cp=cp, group=group), options, cost)
+
+    plans = [("plan", read_plan(source) or make(source, "search"))]
+    if compare == "baseline":
+        plans.insert(0, ("baseline", make(source, "baseline")))
+    elif compare is not None:
+        plans.append((compare, read_plan(compare) or make(compare, "search")))
+    run_simulate(
+        plans,
+        outputs=Outputs(png=png, html=html, trace=trace, timeline=timeline_file),
+        cost=cost,
+        communication=Communication(planned_shapes=not exchange_shapes),
+        replica=replica,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def timeline(
+    files: Annotated[list[str], typer.Argument(help="Timeline files, simulated or measured.")],
+    overlay: Annotated[bool, typer.Option(help="Over one another, not above.")] = False,
+    png: Png = None,
+    html: Html = None,
+    trace: Trace = None,
+) -> None:
+    """Draw timelines on one time axis."""
+    from megatron_batching.bench.simulate import Outputs, run_timeline
+
+    run_timeline(files, outputs=Outputs(png=png, html=html, trace=trace, overlay=overlay))
+
+
+@app.command("what-if")
+def what_if(
+    lengths: Lengths,
+    gpus: Annotated[int, typer.Option(help="GPUs in all; dp follows from the other sizes.")],
+    max_tokens: Annotated[str, typer.Option(help="Token caps to try, separated by commas.")],
+    pp: Annotated[str | None, typer.Option(help="Pipeline sizes to try, with commas.")] = None,
+    vpp: Annotated[str, typer.Option(help="Chunk counts to try, with commas.")] = "1,2,4",
+    tp: TP = 1,
+    cp: CP = 1,
+    num_layers: Annotated[
+        int | None, typer.Option(help="Leave out layouts that do not divide the layers.")
+    ] = None,
+    group: Group = None,
+    cost: Cost = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the step for every layout of so many GPUs; the fastest is marked."""
+    from megatron_batching.bench.simulate import run_what_if
+    from megatron_batching.bench.simulate import what_if as tabulate
+    from megatron_batching.plan import read_lengths
+
+    rows = tabulate(
+        read_lengths(lengths),
+        gpus=gpus,
+        caps=_numbers("--max-tokens", max_tokens),
+        pp=None if pp is None else _numbers("--pp", pp),
+        vpp=_numbers("--vpp", vpp),
+        tp=tp,
+        cp=cp,
+        num_layers=num_layers,
+        group=group,
+        cost=cost,
+    )
+    run_what_if(rows, as_json=as_json)
 
 
 @app.command()
@@ -121,6 +257,24 @@ def train(
     from megatron_batching.bench.train import run_training
 
     run_training(settings)
+
+
+def _plan(
+    lengths: str, layout: Layout, options: BatchingOptions, cost: str | None
+) -> MicroBatchPlan:
+    from megatron_batching.plan import load_cost_model, plan_mini_batch, read_lengths
+
+    model = load_cost_model(cost, layout) if cost else None
+    return plan_mini_batch(read_lengths(lengths), layout, options, cost_model=model)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(
+            f"{option} is {text!r}: give whole numbers above 0 separated by commas, such as 1,2,4"
+        )
+    return [int(part) for part in parts]
 
 
 def main() -> None:

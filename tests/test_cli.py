@@ -90,6 +90,50 @@ def test_plan_takes_two_columns(run: Any, tmp_path: Path) -> None:
     assert sorted(tokens) == [8, 11]
 
 
+def test_simulate_compares_a_plan_with_the_baseline(
+    run: Any, lengths_file: str, tmp_path: Path
+) -> None:
+    picture, timeline = tmp_path / "step.svg", tmp_path / "step.json"
+    options = ["--pp=2", "--vpp=2", "--dp=2", "--max-tokens=500", "--compare=baseline"]
+    files = [f"--png={picture}", f"--timeline={timeline}"]
+    code, out, _ = run("simulate", lengths_file, *options, *files)
+    assert code == 0
+    assert "speed-up of plan over baseline" in out
+    assert picture.stat().st_size > 0
+    code, out, _ = run("timeline", str(timeline), str(timeline))
+    assert code == 0
+    assert out.count("bubble") == 2
+
+
+def test_simulate_reads_a_plan_file(run: Any, lengths_file: str, tmp_path: Path) -> None:
+    _, planned, _ = run("plan", lengths_file, "--pp=2", "--max-tokens=500", "--json")
+    path = tmp_path / "plan.json"
+    path.write_text(planned)
+    code, out, _ = run("simulate", str(path), "--json")
+    assert code == 0
+    predicted = json.loads(planned)["predicted"]
+    assert json.loads(out)["step_time"] == pytest.approx(predicted["step_time"])
+
+
+def test_what_if_marks_the_best_layout(run: Any, lengths_file: str) -> None:
+    code, out, _ = run("what-if", lengths_file, "--gpus=4", "--max-tokens=400,800")
+    assert code == 0
+    assert out.count("<- best") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["what-if", "@azure_code", "--gpus=4", "--max-tokens=many"], "many"),
+        (["what-if", "@azure_code", "--gpus=0", "--max-tokens=9000"], "gpus is 0"),
+        (["simulate", "nowhere.json"], "nowhere.json"),
+        (["timeline", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_errors_of_the_other_commands(run: Any, arguments: list[str], word: str) -> None:
+    check_error(run(*arguments), [word])
+
+
 PLAN_ERRORS = {
     "cap below the longest": ("400\n30\n", ["--max-tokens=300"], ["sample 0", "400", "300"]),
     "empty file": ("", ["--max-tokens=300"], ["empty"]),
