@@ -6,14 +6,21 @@ lie; Megatron's local attention takes a block-diagonal causal mask instead, whic
 quadratic in the row. Padded (BSHD): one row a sample, all as wide as the aligned longest; right
 padding under a causal mask is seen by no token that counts.
 
-Shape legend: b rows, s width of a row, n tokens of one sample. Packed: b = 1.
+Context parallelism gives each rank a share of every row: Megatron-Core cuts a sequence into 2 cp
+equal pieces and rank r holds pieces r and 2 cp - 1 - r, so that causal attention costs all ranks
+alike. `Batch.held` says which positions those are. Loss weights are laid out with the tokens
+before the row is cut, from counts of the whole mini-batch, and then cut like them.
+
+Shape legend: b rows, s width of a row on this rank, w width before any cut for context
+parallelism (s = w / cp), n tokens of one sample. Packed: b = 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -56,8 +63,17 @@ class Batch:
         labels: [b, s] int64; the next token of the same sample.
         loss_mask: [b, s] float; zero on padding and on the last token of each sample.
         position_ids: [b, s] int64; count from 0 in each sample.
-        slots: (row, start, n) of each sample, in the order given; a dummy has none.
+        slots: (row, start, n) of each sample, in the order given, in positions of the whole row;
+            a dummy has none.
         packing: "packed" or "padded".
+        loss_weights: [b, s] fp64; loss mask x the sample's factor a[s], see
+            `megatron_batching.loss.aggregation`.
+        sequence_weights: [b, s] fp64; loss mask / its sum over the sample.
+        is_token: [b, s] bool; false on padding.
+        num_tokens: sample tokens that this rank holds.
+        width: w.
+        fields: name -> [b, s] float, the samples' own, shifted like the loss mask.
+        held: [s] int64, which positions of the row this rank holds; None for all.
     """
 
     input_ids: Tensor
@@ -66,11 +82,18 @@ class Batch:
     position_ids: Tensor
     slots: tuple[tuple[int, int, int], ...]
     packing: str
+    loss_weights: Tensor
+    sequence_weights: Tensor
+    is_token: Tensor
+    num_tokens: int
+    width: int
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    held: Tensor | None = None
 
     @cached_property
     def attention_mask(self) -> Tensor:
-        """[1, 1, s, s] bool, true where attention is forbidden: Megatron's convention."""
-        width = self.input_ids.shape[1]
+        """[1, 1, w, w] bool, true where attention is forbidden: Megatron's convention."""
+        width = self.width
         device = self.input_ids.device
         forbidden = torch.ones(width, width, dtype=torch.bool, device=device).triu(1)
         if self.packing == "packed" and len(self.slots) > 1:
@@ -81,18 +104,51 @@ class Batch:
     def cu_seqlens(self) -> Tensor:
         """[samples + 1] int32: where each packed sample begins, padding included."""
         starts = [start for _, start, _ in self.slots] or [0]
-        starts = [*starts, self.input_ids.shape[1]]
+        starts = [*starts, self.width]
         return torch.tensor(starts, dtype=torch.int32, device=self.input_ids.device)
 
     @property
     def _segments(self) -> Tensor:
-        """[s] which sample each position of the packed row belongs to."""
-        positions = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        """[w] which sample each position of the packed row belongs to."""
+        positions = torch.arange(self.width, device=self.input_ids.device)
         return torch.bucketize(positions, self.cu_seqlens[1:], right=True)
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """Cut a [b, s] tensor into one [n] tensor per sample, in the order given."""
+        """Cut a [b, s] tensor into one [n] tensor per sample, in the order given.
+
+        With context parallelism, positions that other ranks hold are 0: summed over the cp ranks,
+        the pieces are whole.
+        """
+        if self.held is not None:
+            whole = values.new_zeros(values.shape[0], self.width)
+            whole[:, self.held] = values
+            values = whole
         return [values[row, start : start + n] for row, start, n in self.slots]
+
+    def context_parallel_share(self, cp: int, cp_rank: int) -> Batch:
+        """The part of a whole micro-batch that one context-parallel rank holds.
+
+        Args:
+            cp: number of ranks; every aligned sample, or the padded width, divides by 2 cp.
+            cp_rank: which of them.
+        """
+        assert self.held is None
+        starts = self.cu_seqlens.tolist() if self.packing == "packed" else [0, self.width]
+        pieces = []
+        for start, end in pairwise(starts):
+            assert (end - start) % (2 * cp) == 0, (start, end, cp)
+            cut = torch.arange(start, end).chunk(2 * cp)
+            pieces += [cut[cp_rank], cut[2 * cp - 1 - cp_rank]]
+        held = torch.cat(pieces).to(self.input_ids.device)
+        per_token = ("input_ids", "labels", "loss_mask", "position_ids", "loss_weights")
+        per_token += ("sequence_weights", "is_token")
+        share = replace(
+            self,
+            **{name: getattr(self, name)[:, held] for name in per_token},
+            fields={name: values[:, held] for name, values in self.fields.items()},
+            held=held,
+        )
+        return replace(share, num_tokens=int(share.is_token.sum()))
 
 
 def collate(
@@ -101,6 +157,8 @@ def collate(
     packing: str,
     align: int = 1,
     device: torch.device | None = None,
+    sequence_weights: Sequence[float] | None = None,
+    fields: Sequence[str] = (),
 ) -> Batch:
     """Lay the samples of one micro-batch out as tensors; no sample makes a dummy.
 
@@ -109,6 +167,12 @@ def collate(
         packing: "packed" (one row) or "padded" (one row a sample).
         align: every packed sample, or the padded width, is padded to a multiple of this.
         device: where the tensors go.
+        sequence_weights: a[s] of each sample, see `megatron_batching.loss.aggregation`; all 1 if
+            not given.
+        fields: names of the samples' fields to lay out too.
+
+    Raises:
+        ValueError: a sample lacks one of the fields.
 
     >>> a, b = torch.tensor([1, 2, 3]), torch.tensor([7, 8])
     >>> one = [Sample(input_ids=x, loss_mask=torch.ones(len(x))) for x in (a, b)]
@@ -116,27 +180,43 @@ def collate(
     [[1, 2, 3, 0, 7, 8]]
     """
     rows, width = batch_shape([len(s) for s in samples], packing=packing, align=align)
-    input_ids = torch.full((rows, width), PAD_ID, dtype=torch.int64)
-    labels = torch.full((rows, width), PAD_ID, dtype=torch.int64)
-    loss_mask = torch.zeros(rows, width)
-    position_ids = torch.zeros(rows, width, dtype=torch.int64)
     slots = []
     start = 0
     for i, sample in enumerate(samples):
-        n = len(sample)
-        row = 0 if packing == "packed" else i
-        input_ids[row, start : start + n] = sample.input_ids
-        labels[row, start : start + n - 1] = sample.input_ids[1:]
-        loss_mask[row, start : start + n - 1] = sample.loss_mask[1:]
-        position_ids[row, start : start + n] = torch.arange(n)
-        slots.append((row, start, n))
-        if packing == "packed":
-            start += aligned(n, align)
+        slots.append((0, start, len(sample)) if packing == "packed" else (i, 0, len(sample)))
+        start += aligned(len(sample), align)
+
+    def laid_out(pieces: Sequence[Tensor], dtype: torch.dtype, fill: int = 0) -> Tensor:
+        """[b, s] with each piece at the start of its sample's slot."""
+        whole = torch.full((rows, width), fill, dtype=dtype)
+        for (row, start, _), piece in zip(slots, pieces, strict=True):
+            whole[row, start : start + piece.numel()] = piece
+        return whole.to(device, non_blocking=True)
+
+    for name in fields:
+        for sample in samples:
+            if name not in sample.fields:
+                given = ", ".join(sample.fields) or "none"
+                raise ValueError(f"a sample has no field {name}; the objective needs it ({given})")
+    # An entry of a sample's mask or field concerns predicting its token, which the position before
+    # does.
+    masks = [s.loss_mask[1:].double() for s in samples]
+    weights = [1.0] * len(samples) if sequence_weights is None else sequence_weights
     return Batch(
-        input_ids=input_ids.to(device, non_blocking=True),
-        labels=labels.to(device, non_blocking=True),
-        loss_mask=loss_mask.to(device, non_blocking=True),
-        position_ids=position_ids.to(device, non_blocking=True),
+        input_ids=laid_out([s.input_ids for s in samples], torch.int64, PAD_ID),
+        labels=laid_out([s.input_ids[1:] for s in samples], torch.int64, PAD_ID),
+        loss_mask=laid_out(masks, torch.float32),
+        position_ids=laid_out([torch.arange(len(s)) for s in samples], torch.int64),
         slots=tuple(slots),
         packing=packing,
+        loss_weights=laid_out([m * w for m, w in zip(masks, weights, strict=True)], torch.float64),
+        sequence_weights=laid_out(
+            [m / n if (n := m.sum()) > 0 else m for m in masks], torch.float64
+        ),
+        is_token=laid_out([torch.ones(len(s)) for s in samples], torch.bool),
+        num_tokens=sum(len(s) for s in samples),
+        width=width,
+        fields={
+            name: laid_out([s.fields[name][1:] for s in samples], torch.float64) for name in fields
+        },
     )

@@ -8,10 +8,12 @@ Shape legend: n tokens of one sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from megatron_batching.loss.aggregation import Counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +24,13 @@ class Sample:
         input_ids: [n] int64.
         loss_mask: [n] float; entry i weighs the loss of predicting token i. The first token
             is predicted by nothing, so its entry is never used.
+        fields: name -> [n] float, what an objective needs of each token (advantages, old
+            log-probabilities, ..); entry i concerns predicting token i.
     """
 
     input_ids: Tensor
     loss_mask: Tensor
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.input_ids.dim() != 1 or self.input_ids.numel() == 0:
@@ -38,6 +43,12 @@ class Sample:
                 f"loss_mask has shape {tuple(self.loss_mask.shape)}, input_ids "
                 f"{tuple(self.input_ids.shape)}; give one mask entry per token"
             )
+        for name, values in self.fields.items():
+            if values.shape != self.input_ids.shape:
+                raise ValueError(
+                    f"field {name} has shape {tuple(values.shape)}, input_ids "
+                    f"{tuple(self.input_ids.shape)}; give one entry per token"
+                )
 
     def __len__(self) -> int:
         return self.input_ids.numel()
@@ -52,6 +63,7 @@ class Sample:
 class MiniBatch:
     """The samples of one optimizer step, over all data-parallel replicas.
 
+    >>> import torch
     >>> ones = torch.ones(3)
     >>> batch = MiniBatch((Sample(input_ids=torch.tensor([5, 6, 7]), loss_mask=ones),))
     >>> batch.lengths, batch.num_loss_tokens
@@ -72,3 +84,11 @@ class MiniBatch:
     def num_loss_tokens(self) -> float:
         """Denominator of the token mean: the mask's sum over the whole mini-batch."""
         return sum(s.num_loss_tokens for s in self.samples)
+
+    def counts(self) -> Counts:
+        """What losses and metrics divide by, taken once, before anything is packed or sliced.
+
+        Raises:
+            ValueError: a sample's mask sums to a negative or infinite number.
+        """
+        return Counts(tokens_per_sequence=tuple(s.num_loss_tokens for s in self.samples))

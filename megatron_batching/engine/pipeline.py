@@ -7,17 +7,17 @@ the same one without talking to each other.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_batching.data import (
@@ -28,7 +28,18 @@ from megatron_batching.data import (
     collate,
     restore_order,
 )
-from megatron_batching.loss import LossScaling, check_two_value_contract
+from megatron_batching.engine.step_loss import StepLoss, mini_batch_mtp_tokens
+from megatron_batching.loss import (
+    Aggregation,
+    CrossEntropy,
+    LossScaling,
+    Metrics,
+    Objective,
+    as_aggregation,
+    check_regime,
+)
+from megatron_batching.loss.metrics import check_kinds
+from megatron_batching.megatron.auxiliary import RouterShares, leave_scaling_to_us
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
 from megatron_batching.megatron.model import PipelineModel, build_model
 from megatron_batching.megatron.optimizer import build_optimizer, gradient_norm
@@ -45,12 +56,14 @@ class StepReport:
 
     Attributes:
         plan: how the mini-batch was cut.
-        loss: token mean over the global mini-batch.
+        loss: L of the global mini-batch, aggregated as the engine was told.
         grad_norm: global 2-norm of the gradients before clipping; None for forward only.
         step_time_s: seconds of forward, backward, gradient reduction and optimizer step,
             the slowest rank's.
         bubble_fraction: share of the pipeline's time that ranks spent in no op.
         events: this rank's ops with start and end.
+        metrics: the loss and the objective's metrics over the global mini-batch; those of several
+            mini-batches may be added.
     """
 
     plan: MicroBatchPlan
@@ -59,36 +72,71 @@ class StepReport:
     step_time_s: float
     bubble_fraction: float
     events: tuple[Event, ...]
+    metrics: Metrics = field(default_factory=lambda: Metrics({}))
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What a forward-only pass gives for one sample, like `Sample.fields`: [n], entry i for
+    predicting token i, entry 0 is 0.
+
+    Attributes:
+        log_probs: log-probability of each token.
+        entropy: of the distribution that each token was drawn from, in nats; None if not asked for.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
 
 
 class PipelineEngine:
     """Trains a Megatron-Core GPT on planned micro-batches.
 
     Args:
-        model: shape and numerics of the GPT.
+        model: shape and numerics of the GPT, or the chunks themselves.
         placement: where this process stands, from `megatron_batching.megatron.initialize`.
         batching: how mini-batches are cut.
         optimizer: Adam's settings.
         seed: of the initial weights.
         planned_shapes: take pipeline shapes from the plan instead of exchanging them.
+        objective: per-token loss; cross entropy by default.
+        aggregation: from per-token losses to one number, see `megatron_batching.loss.MODES`.
+        expert_shares: "micro_batch", or "mini_batch" for MoE balancing losses that are exactly
+            those of the whole mini-batch, at the price of one more forward pass.
+
+    Raises:
+        ValueError: model, layout and loss do not fit each other.
     """
 
     def __init__(
         self,
         *,
-        model: ModelConfig,
+        model: ModelConfig | PipelineModel,
         placement: Placement,
         batching: BatchingOptions,
         optimizer: OptimizerSettings | None = None,
         seed: int = 0,
         planned_shapes: bool = True,
+        objective: Objective | None = None,
+        aggregation: Aggregation | str = "token-mean",
+        expert_shares: str = "micro_batch",
     ) -> None:
         self.placement = placement
         self.batching = batching
         self.planned_shapes = planned_shapes
-        self.model: PipelineModel = build_model(model, placement, seed=seed)
-        check_two_value_contract(self.model.config)
+        self.objective: Objective = objective or CrossEntropy()
+        self.aggregation = as_aggregation(aggregation)
+        self.expert_shares = expert_shares
+        self._check_loss(model)
+        if isinstance(model, ModelConfig):
+            model = build_model(model, placement, seed=seed)
+        self.model: PipelineModel = model
         self.optimizer = build_optimizer(optimizer or OptimizerSettings(), self.model)
+        config = self.model.config
+        if config.fp16 and config.grad_scale_func is None:
+            config.grad_scale_func = self.optimizer.scale_loss
+        self._check_model()
+        leave_scaling_to_us(self.model)
 
     def plan(self, mini_batch: MiniBatch) -> MicroBatchPlan:
         """Cut a global mini-batch; the same on every rank."""
@@ -128,20 +176,60 @@ class PipelineEngine:
         )
         return dataclasses.replace(report, grad_norm=gradient_norm(self.optimizer))
 
-    def infer_batch(self, mini_batch: MiniBatch) -> dict[int, Tensor]:
+    def infer_batch(
+        self, mini_batch: MiniBatch, *, plan: MicroBatchPlan | None = None
+    ) -> dict[int, Tensor]:
         """Negative log-likelihood of every token of the samples that this replica ran.
 
         Returns:
-            Sample number -> [n] float, entry i for predicting token i + 1 (the last entry is
-            0), in sample order; empty on all but the last pipeline stage.
+            Sample number -> [n] float, entry i for predicting token i + 1 where the loss mask is
+            above 0, and 0 elsewhere; empty on all but the last pipeline stage.
         """
-        plan = self.plan(mini_batch)
-        outputs: list[list[Tensor]] = []
-        self._run(mini_batch, plan, forward_only=True, keep=outputs.append)
+        outputs = self.log_prob_batch(mini_batch, plan=plan)
+        result = {}
+        for number, tokens in outputs.items():
+            is_counted = mini_batch.samples[number].loss_mask.to(tokens.log_probs.device) > 0
+            shifted = torch.where(is_counted, -tokens.log_probs, 0.0)[1:]
+            result[number] = torch.cat([shifted, shifted.new_zeros(1)])
+        return result
+
+    def log_prob_batch(
+        self,
+        mini_batch: MiniBatch,
+        *,
+        plan: MicroBatchPlan | None = None,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> dict[int, TokenOutputs]:
+        """Log-probability of every token of the samples that this replica ran, masked or not.
+
+        Args:
+            mini_batch: the samples, over all replicas.
+            plan: how to cut them; by default `plan(mini_batch)`. The plan of a training step
+                serves as it is.
+            temperature: divides the logits.
+            with_entropy: give entropies too.
+
+        Returns:
+            In sample order; empty on all but the last pipeline stage.
+        """
+        plan = plan or self.plan(mini_batch)
+        log_probs: list[list[Tensor]] = []
+        entropies: list[list[Tensor]] = []
+
+        def collect(log_probs_of: list[Tensor], entropies_of: list[Tensor] | None) -> None:
+            log_probs.append(log_probs_of)
+            entropies.append(entropies_of or [])
+
+        objective = _LogProbsOnly(temperature=temperature, needs_entropy=with_entropy)
+        self._run(mini_batch, plan, forward_only=True, objective=objective, collect=collect)
         if not self.placement.is_last_stage:
             return {}
-        micro_batches = plan.replicas[self.placement.dp_rank].micro_batches
-        return restore_order([m.samples for m in micro_batches], outputs)
+        self._join_context_parallel([*log_probs, *entropies])
+        samples = [m.samples for m in plan.replicas[self.placement.dp_rank].micro_batches]
+        found = restore_order(samples, log_probs)
+        entropy_of = restore_order(samples, entropies) if with_entropy else {}
+        return {i: TokenOutputs(found[i], entropy_of.get(i)) for i in found}
 
     def _run(
         self,
@@ -149,12 +237,12 @@ class PipelineEngine:
         plan: MicroBatchPlan,
         *,
         forward_only: bool,
-        keep: Callable[[list[Tensor]], None] | None = None,
         planned_shapes: bool | None = None,
+        objective: Objective | None = None,
+        collect: Callable[[list[Tensor], list[Tensor] | None], None] | None = None,
     ) -> StepReport:
         placement = self.placement
         layout = placement.layout
-        packing, align = plan.options.packing, plan.options.alignment(layout)
         micro_batches = plan.replicas[placement.dp_rank].micro_batches
         schedule = PipelineSchedule(
             pp=layout.pp,
@@ -163,45 +251,38 @@ class PipelineEngine:
             group=plan.group,
             forward_only=forward_only,
         )
-        lengths = mini_batch.lengths
-        shapes = [
-            batch_shape([lengths[i] for i in m.samples], packing=packing, align=align)
-            for m in micro_batches
-        ]
-        scaling = LossScaling(
-            num_micro_batches=len(micro_batches),
-            dp=layout.dp,
-            num_loss_tokens=mini_batch.num_loss_tokens,
-        )
+        loss = self._step_loss(mini_batch, len(micro_batches), objective or self.objective, collect)
+        shapes, build = self._batches(mini_batch, plan, loss)
+        if planned_shapes is None:
+            planned_shapes = self.planned_shapes
 
-        def build(i: int) -> Batch:
-            batch = collate(
-                [mini_batch.samples[j] for j in micro_batches[i].samples],
-                packing=packing,
-                align=align,
-                device=placement.device,
+        def run(schedule: PipelineSchedule, recorder: StepRecorder | None) -> list[Any]:
+            feed = MicroBatchFeed(
+                build, num_micro_batches=len(micro_batches), num_chunks=len(self.model.chunks)
             )
-            assert tuple(batch.input_ids.shape) == shapes[i]
-            return batch
+            return run_schedule(
+                self.model,
+                schedule,
+                forward_step=loss.forward_step,
+                iterators=feed.iterators(),
+                shapes=shapes,
+                planned_shapes=planned_shapes,
+                timers=recorder,
+            )
 
-        feed = MicroBatchFeed(
-            build, num_micro_batches=len(micro_batches), num_chunks=len(self.model.chunks)
-        )
         recorder = StepRecorder(torch.cuda.synchronize if placement.device.type == "cuda" else None)
         self.model.zero_grad()
         self.optimizer.zero_grad()
         start = time.perf_counter()
-        origin = recorder.now()
-        with torch.set_grad_enabled(not forward_only):
-            sums = run_schedule(
-                self.model,
-                schedule,
-                forward_step=partial(self._forward_step, scaling, keep),
-                iterators=feed.iterators(),
-                shapes=shapes,
-                planned_shapes=(self.planned_shapes if planned_shapes is None else planned_shapes),
-                timers=recorder,
-            )
+        with contextlib.ExitStack() as stack:
+            if self.expert_shares == "mini_batch" and not forward_only:
+                shares = RouterShares(self.model)
+                with shares.counting(), torch.no_grad():
+                    run(dataclasses.replace(schedule, forward_only=True), None)
+                stack.enter_context(shares.in_use())
+            stack.enter_context(torch.set_grad_enabled(not forward_only))
+            origin = recorder.now()
+            rows = run(schedule, recorder)
         elapsed = time.perf_counter() - start
         events = recorder.events(
             schedule,
@@ -211,56 +292,126 @@ class PipelineEngine:
             micro_batches=micro_batches,
         )
         span = self._slowest(events[-1].end_s)
+        metrics = Metrics({}) if collect is not None else loss.metrics(rows)
         return StepReport(
             plan=plan,
-            loss=self._global_loss(sums, mini_batch.num_loss_tokens),
+            loss=metrics.values().get("loss", 0.0),
             grad_norm=None,
             step_time_s=self._slowest(elapsed),
             bubble_fraction=1.0 - self._mean(recorder.busy_s) / span,
             events=tuple(events),
+            metrics=metrics,
         )
 
-    def _forward_step(
+    def _step_loss(
         self,
-        scaling: LossScaling,
-        keep: Callable[[list[Tensor]], None] | None,
-        iterator: Any,
-        chunk: Any,
-    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        batch: Batch = next(iterator)
-        packed = None
-        if self.model.uses_transformer_engine and batch.packing == "packed":
-            longest = int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
-            packed = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=batch.cu_seqlens,
-                cu_seqlens_kv=batch.cu_seqlens,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
+        mini_batch: MiniBatch,
+        num_micro_batches: int,
+        objective: Objective,
+        collect: Callable[[list[Tensor], list[Tensor] | None], None] | None,
+    ) -> StepLoss:
+        layout = self.placement.layout
+        counts = mini_batch.counts()
+        if counts.num_tokens == 0 and collect is None:
+            warnings.warn(
+                f"none of the {len(mini_batch)} samples of the mini-batch has a token that "
+                "carries loss: loss and gradients are zero",
+                stacklevel=4,
             )
-        output = chunk(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=None if self.model.uses_transformer_engine else batch.attention_mask,
-            labels=batch.labels,
-            packed_seq_params=packed,
+        return StepLoss(
+            model=self.model,
+            objective=objective,
+            aggregation=self.aggregation,
+            counts=counts,
+            scaling=LossScaling(
+                per_token=check_regime(
+                    self.model.config, self.model.chunks, dp=layout.dp, cp=layout.cp
+                ),
+                num_micro_batches=num_micro_batches,
+                dp=layout.dp,
+                cp=layout.cp,
+                num_tokens=sum(mini_batch.lengths),
+            ),
+            mtp_tokens=mini_batch_mtp_tokens(mini_batch),
+            collect=collect,
         )
-        return output, partial(_token_loss, batch, scaling, keep)
 
-    def _global_loss(self, sums: list[Tensor], num_loss_tokens: float) -> float:
-        """Token mean over the mini-batch, on every rank, from the last stages' sums."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.placement.device)
-        for value in sums:
-            total += value
-        dist.all_reduce(
-            total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
-        dist.broadcast(
-            total,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
-        return total.item() / num_loss_tokens if num_loss_tokens else 0.0
+    def _batches(
+        self, mini_batch: MiniBatch, plan: MicroBatchPlan, loss: StepLoss
+    ) -> tuple[list[tuple[int, int]], Callable[[int], Batch]]:
+        """Shape of each micro-batch of this replica, and what builds its tensors."""
+        placement = self.placement
+        layout = placement.layout
+        packing, align = plan.options.packing, plan.options.alignment(layout)
+        micro_batches = plan.replicas[placement.dp_rank].micro_batches
+        lengths = mini_batch.lengths
+        shapes = [
+            batch_shape([lengths[i] for i in m.samples], packing=packing, align=align)
+            for m in micro_batches
+        ]
+        weights = self.aggregation.sequence_weights(loss.counts)
+
+        def build(i: int) -> Batch:
+            samples = micro_batches[i].samples
+            batch = collate(
+                [mini_batch.samples[j] for j in samples],
+                packing=packing,
+                align=align,
+                device=placement.device,
+                sequence_weights=[weights[j] for j in samples],
+                fields=loss.objective.fields,
+            )
+            assert tuple(batch.input_ids.shape) == shapes[i]
+            if layout.cp == 1:
+                return batch
+            return batch.context_parallel_share(layout.cp, placement.cp_rank)
+
+        return shapes, build
+
+    def _check_loss(self, model: ModelConfig | PipelineModel) -> None:
+        check_kinds(self.objective.metrics)
+        if self.objective.reads_values and isinstance(model, ModelConfig):
+            raise ValueError(
+                f"{type(self.objective).__name__} needs a model whose output is one value a token, "
+                "but a GPT's is logits; build the chunks yourself and pass them as model"
+            )
+        if self.expert_shares not in ("micro_batch", "mini_batch"):
+            raise ValueError(
+                f"expert_shares={self.expert_shares!r} is not one of micro_batch, mini_batch"
+            )
+
+    def _check_model(self) -> None:
+        config, layout = self.model.config, self.placement.layout
+        check_regime(config, self.model.chunks, dp=layout.dp, cp=layout.cp)
+        if self.expert_shares == "mini_batch":
+            RouterShares(self.model)
+        if config.mtp_num_layers is None:
+            return
+        if layout.cp > 1:
+            raise ValueError(
+                f"mtp_num_layers={config.mtp_num_layers} with cp={layout.cp}: Megatron averages "
+                "MTP losses on each cp rank by itself; use cp=1"
+            )
+        if self.batching.packing == "packed" and not self.model.uses_transformer_engine:
+            raise ValueError(
+                f"mtp_num_layers={config.mtp_num_layers} with packing=packed and local layers: "
+                "MTP would predict across sample borders; use packing=padded"
+            )
+        if self.objective != CrossEntropy():
+            raise ValueError(
+                f"mtp_num_layers={config.mtp_num_layers} with {self.objective}: Megatron computes "
+                "MTP losses together with a plain cross entropy only; use CrossEntropy()"
+            )
+
+    def _join_context_parallel(self, pieces: list[list[Tensor]]) -> None:
+        """Add up, in place, what each cp rank holds of every sample."""
+        flat = [x for of_micro_batch in pieces for x in of_micro_batch]
+        if self.placement.layout.cp == 1 or not flat:
+            return
+        whole = torch.cat(flat)
+        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+        for x, joined in zip(flat, whole.split([x.numel() for x in flat]), strict=True):
+            x.copy_(joined)
 
     def _slowest(self, seconds: float) -> float:
         return self._reduce(seconds, dist.ReduceOp.MAX)
@@ -274,23 +425,8 @@ class PipelineEngine:
         return tensor.item()
 
 
-def _token_loss(
-    batch: Batch,
-    scaling: LossScaling,
-    keep: Callable[[list[Tensor]], None] | None,
-    per_token_loss: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Megatron's two-value contract: (loss to differentiate, what is reported).
+@dataclass(frozen=True, kw_only=True)
+class _LogProbsOnly(CrossEntropy):
+    """The objective of a forward-only pass: nothing beyond what the model gives."""
 
-    Args:
-        batch: the micro-batch.
-        scaling: see `LossScaling`.
-        keep: receives the per-token losses of each sample, detached.
-        per_token_loss: [b, s].
-    """
-    weighted_sum = (per_token_loss.float() * batch.loss_mask).sum()
-    if keep is not None:
-        masked = per_token_loss.detach() * (batch.loss_mask > 0)
-        keep([x.clone() for x in batch.split(masked)])
-    # A copy: the schedule divides the returned loss in place.
-    return scaling(weighted_sum), weighted_sum.detach().clone()
+    needs_entropy: bool = False

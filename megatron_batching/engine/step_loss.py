@@ -1,0 +1,211 @@
+"""What one mini-batch's loss asks of each micro-batch: model call, share of L, metrics.
+
+Everything that a micro-batch has to know about the rest of the mini-batch (denominators, counts,
+factors of the regime) is settled here before the schedule starts; the schedule then calls
+`forward_step` once for each chunk and micro-batch. A plain cross entropy is left to the model,
+with Megatron's own (possibly fused) loss; all else starts from its logits.
+
+Shape legend: b rows, s width of a row on this rank, v vocabulary entries on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_batching.data import Batch, MiniBatch
+from megatron_batching.loss import (
+    Aggregation,
+    Counts,
+    CrossEntropy,
+    LossScaling,
+    Metrics,
+    Objective,
+    TokenLogProbs,
+    token_log_probs,
+)
+from megatron_batching.loss.metrics import finish, join_rows, micro_batch_row
+from megatron_batching.megatron import auxiliary
+from megatron_batching.megatron.model import PipelineModel, data_parallel_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLoss:
+    """The loss of one mini-batch, as one replica's schedule needs it.
+
+    Attributes:
+        model: this rank's chunks.
+        objective: per-token loss.
+        aggregation: from per-token losses to L.
+        counts: of the global mini-batch.
+        scaling: from a share of L to what Megatron undoes.
+        mtp_tokens: what the first MTP layer averages over, in the global mini-batch.
+        collect: receives each micro-batch's (log-probabilities, entropy or None), each a list of
+            one [n] tensor a sample, instead of a loss being computed.
+    """
+
+    model: PipelineModel
+    objective: Objective
+    aggregation: Aggregation
+    counts: Counts
+    scaling: LossScaling
+    mtp_tokens: float = 0.0
+    collect: Callable[[list[Tensor], list[Tensor] | None], None] | None = None
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Name -> kind of every metric; the loss itself comes first."""
+        return {"loss": "loss", **self.objective.metrics}
+
+    def forward_step(
+        self, iterator: Iterator[Batch], chunk: Any
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        """Megatron's `forward_step_func`: the chunk's output, and what makes a loss of it."""
+        batch = next(iterator)
+        config = self.model.config
+        arguments: dict[str, Any] = dict(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            labels=batch.labels if self._model_computes_loss else None,
+        )
+        if not self.model.uses_transformer_engine:
+            arguments["attention_mask"] = batch.attention_mask
+        elif batch.packing == "packed":
+            arguments["packed_seq_params"] = _packed_parameters(batch)
+        if config.num_moe_experts is not None:
+            arguments["padding_mask"] = self._padding_mask(batch)
+        mtp_tokens = 0.0
+        if config.mtp_num_layers is not None:
+            mtp_tokens = sum(float(m[1:].double().sum()) for m in batch.split(batch.loss_mask))
+            # Megatron 0.16 divides by the mask's sum; all ones, scaled by 0, where it would be 0.
+            mask = batch.loss_mask if mtp_tokens else torch.ones_like(batch.loss_mask)
+            arguments["loss_mask"] = mask
+        output = chunk(**arguments)
+        if torch.is_grad_enabled() and (config.num_moe_experts or config.mtp_num_layers):
+            self._scale_auxiliary_losses(output, batch, mtp_tokens)
+        return output, partial(self._loss, batch)
+
+    def metrics(self, rows: list[Tensor]) -> Metrics:
+        """Metrics of the global mini-batch, on every rank, from the last stages' rows."""
+        device = self.model.placement.device
+        row = join_rows(self.kinds, rows, device)
+        is_extreme = torch.tensor([k in ("min", "max") for k in self.kinds.values()], device=device)
+        group = data_parallel_group()
+        sums, maxima = row.masked_fill(is_extreme, 0.0), row
+        torch.distributed.all_reduce(sums, group=group)
+        if is_extreme.any():
+            torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX, group=group)
+        row = torch.where(is_extreme, maxima, sums)
+        torch.distributed.broadcast(
+            row,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        return finish(self.kinds, row, counts=self.counts, aggregation=self.aggregation)
+
+    @property
+    def _model_computes_loss(self) -> bool:
+        return (
+            isinstance(self.objective, CrossEntropy)
+            and self.objective.temperature == 1
+            and not self.objective.needs_entropy
+            and self.model.config.params_dtype != torch.float64
+        )
+
+    def _loss(self, batch: Batch, output: Tensor) -> tuple[Any, ...]:
+        """Megatron's loss function, in the shape that the regime asks for."""
+        outputs: TokenLogProbs | Tensor
+        if self.objective.reads_values:
+            outputs = output.reshape(batch.labels.shape)
+        elif self._model_computes_loss:
+            outputs = TokenLogProbs(-output, None)
+        else:
+            outputs = token_log_probs(
+                output,
+                batch.labels,
+                temperature=self.objective.temperature,
+                with_entropy=self.objective.needs_entropy,
+                tp_group=parallel_state.get_tensor_model_parallel_group(),
+            )
+        if self.collect is not None:
+            self._collect(batch, outputs)
+            return self.scaling.outputs(output.sum() * 0.0, batch.num_tokens, None)
+        counted = batch.loss_mask > 0
+        loss, values = self.objective(outputs, batch.fields, counted)
+        loss = torch.where(counted, loss, torch.zeros_like(loss)).double()
+        share = (loss * batch.loss_weights).sum()
+        row = micro_batch_row(
+            self.kinds,
+            {"loss": loss, **values},
+            loss_mask=batch.loss_mask,
+            sequence_weights=batch.sequence_weights,
+            loss_weights=batch.loss_weights,
+        )
+        return self.scaling.outputs(share, batch.num_tokens, row)
+
+    def _collect(self, batch: Batch, outputs: TokenLogProbs | Tensor) -> None:
+        assert self.collect is not None
+        if not isinstance(outputs, TokenLogProbs):
+            self.collect(_pieces(batch, outputs), None)
+            return
+        entropy = None if outputs.entropy is None else _pieces(batch, outputs.entropy)
+        self.collect(_pieces(batch, outputs.log_probs), entropy)
+
+    def _padding_mask(self, batch: Batch) -> Tensor:
+        """[b, s] true on tokens that the router's losses and counts leave out."""
+        padding = ~batch.is_token
+        if torch.is_grad_enabled() and not batch.is_token.any():
+            # The router's losses divide by the tokens that are left. Here they are scaled by 0.
+            padding[0, 0] = False
+        return padding
+
+    def _scale_auxiliary_losses(self, output: Tensor, batch: Batch, mtp_tokens: float) -> None:
+        if self.counts.num_tokens == 0:
+            auxiliary.scale_at_backward(output, self.model.config, moe=0.0, mtp=0.0)
+            return
+        # Tokens of the micro-batch over all cp ranks, each of which adds its part of the loss.
+        moe = sum(n for _, _, n in batch.slots) / self.scaling.num_tokens
+        mtp = 0.0
+        if mtp_tokens:
+            mtp = mtp_tokens / self.mtp_tokens
+            mtp /= auxiliary.mtp_sum(
+                per_token=self.scaling.per_token,
+                mtp_tokens=mtp_tokens,
+                loss_tokens=float(batch.loss_mask.double().sum()),
+            )
+        auxiliary.scale_at_backward(
+            output,
+            self.model.config,
+            moe=self.scaling.auxiliary(moe),
+            mtp=self.scaling.auxiliary(mtp),
+        )
+
+
+def mini_batch_mtp_tokens(mini_batch: MiniBatch) -> float:
+    """What the first MTP layer averages over, in the whole mini-batch."""
+    return sum(auxiliary.mtp_tokens(sample.loss_mask) for sample in mini_batch.samples)
+
+
+def _pieces(batch: Batch, values: Tensor) -> list[Tensor]:
+    """One [n] tensor a sample: entry i for predicting token i, so entry 0 is 0."""
+    pieces = batch.split(values.detach())
+    return [torch.cat([x.new_zeros(1), x[:-1]]) for x in pieces]
+
+
+def _packed_parameters(batch: Batch) -> PackedSeqParams:
+    longest = int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

@@ -1,0 +1,198 @@
+"""MoE and MTP auxiliary losses, weighted so that the number of micro-batches does not matter.
+
+Megatron-Core (0.16.1, 0.19.2) adds these losses in the backward pass, times a scale that is one
+value for the whole process: each forward step overwrites it with cp / M (or 1 in the per-token
+regime), whichever micro-batch's backward comes next. That makes each loss a plain mean over the
+micro-batches, dummies included, whatever their sizes. Here a hook on the output of each chunk
+sets the scale when a micro-batch's backward begins, so each micro-batch has its own:
+
+    MoE    weight = its sample tokens / those of the mini-batch
+    MTP    weight = its MTP loss tokens / those of the mini-batch
+
+Both losses are means over just these tokens, so the weighted sum is the mean over the mini-batch.
+A dummy weighs nothing. Recomputation of activations reads the scale in the backward pass as well.
+
+The router's balancing loss is E * sum over experts of f * P, with f the share of tokens sent to an
+expert and P its mean probability. A sum of such products over micro-batches depends on the
+cut, however weighted. f carries no gradient, though: with the f of the whole mini-batch in
+every micro-batch, the loss is linear in tokens and its gradient that of the whole mini-batch.
+`RouterShares` puts it there, from counts taken in a forward pass ahead of the step. That pass is
+the price; without it the z-loss is exact and the balancing loss is the token-weighted mean of
+those of the micro-batches. MTP is exact for one layer; deeper ones lose one more token of each
+sample to the shift, and are weighted by the count of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_batching.megatron.model import PipelineModel
+
+_BALANCING_LOSS = "aux_loss"
+
+
+def moe_routers(model: PipelineModel) -> list[TopKRouter]:
+    """The routers of this rank's chunks, in order."""
+    return [m for chunk in model.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
+
+
+def leave_scaling_to_us(model: PipelineModel) -> None:
+    """Keep routers from multiplying their losses by token counts in the per-token regime.
+
+    By how much differs between Megatron's versions; the scale set here covers it all.
+    """
+    for router in moe_routers(model):
+        router.calculate_per_token_loss = False
+
+
+def mtp_tokens(sample_loss_mask: Tensor) -> float:
+    """What the first MTP layer averages over in one sample: its [n] loss mask, one token ahead."""
+    return float(sample_loss_mask[2:].double().sum())
+
+
+def mtp_sum(*, per_token: bool, mtp_tokens: float, loss_tokens: float) -> float:
+    """By how much Megatron multiplies a micro-batch's mean MTP loss before any scale.
+
+    Two-value regime: by 1. Per-token regime: 0.16.1 by the tokens in the mean, later versions by
+    the loss tokens of the main loss.
+    """
+    if not per_token:
+        return 1.0
+    return loss_tokens if hasattr(multi_token_prediction, "process_mtp_loss") else mtp_tokens
+
+
+def scale_at_backward(output: Tensor, config: Any, *, moe: float, mtp: float) -> None:
+    """Set the scales of auxiliary losses at the moment the backward of `output` begins.
+
+    Args:
+        output: what a chunk returned for one micro-batch; every auxiliary loss of the chunk lies
+            upstream of it.
+        config: the model's config, for its fp16 loss scale.
+        moe: scale of the losses of all routers.
+        mtp: scale of the multi-token-prediction losses.
+    """
+    if output.requires_grad:
+        output.register_hook(partial(_set_scales, config, moe, mtp))
+
+
+def _set_scales(config: Any, moe: float, mtp: float, grad: Tensor) -> None:
+    one = torch.ones(1, device=grad.device)
+    loss_scale = one if config.grad_scale_func is None else config.grad_scale_func(one)
+    if config.num_moe_experts is not None:
+        moe_utils.MoEAuxLossAutoScaler.set_loss_scale(loss_scale * moe)
+    if config.mtp_num_layers is not None:
+        multi_token_prediction.MTPLossAutoScaler.set_loss_scale(loss_scale * mtp)
+
+
+class RouterShares:
+    """Balancing losses with the expert shares f of the whole mini-batch.
+
+    Use: inside `counting()` run a forward pass over all micro-batches of the replica, then the
+    step itself inside `in_use()`.
+
+    Args:
+        model: this rank's chunks.
+
+    Raises:
+        ValueError: the config has another kind of balancing loss, or fuses it.
+    """
+
+    def __init__(self, model: PipelineModel) -> None:
+        config = model.config
+        if config.moe_router_load_balancing_type not in (_BALANCING_LOSS, [_BALANCING_LOSS]):
+            raise ValueError(
+                "mini-batch expert shares serve moe_router_load_balancing_type=aux_loss, not "
+                f"{config.moe_router_load_balancing_type}; change one of the two"
+            )
+        self._routers = moe_routers(model)
+        self._shares: list[Tensor] = []
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count where tokens go; forward only. Afterwards all ranks hold the shares."""
+        counts = [torch.zeros(r.num_experts, device=r.weight.device) for r in self._routers]
+        for router, count in zip(self._routers, counts, strict=True):
+            router.routing = partial(_count_and_route, router, router.routing, count)
+        try:
+            yield
+        finally:
+            for router in self._routers:
+                del router.routing
+        self._shares = []
+        for count in counts:
+            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+            torch.distributed.all_reduce(count, group=group)
+            self._shares.append(count / count.sum())
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Train with the shares that were counted."""
+        for router, shares in zip(self._routers, self._shares, strict=True):
+            router._apply_aux_loss = partial(_apply_aux_loss, router, shares)
+        try:
+            yield
+        finally:
+            for router in self._routers:
+                del router._apply_aux_loss
+
+
+def _count_and_route(
+    router: TopKRouter, routing: Any, count: Tensor, logits: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    padding_mask = kwargs.get("padding_mask")
+    routing_map, _ = moe_utils.compute_routing_scores_for_aux_loss(
+        logits.reshape(-1, router.num_experts),
+        router.topk,
+        router.score_function,
+        fused=router.config.moe_router_fusion,
+        padding_mask=None if padding_mask is None else padding_mask.reshape(-1),
+    )
+    count += routing_map.sum(0)
+    return routing(logits, *args, **kwargs)
+
+
+def _apply_aux_loss(
+    router: TopKRouter,
+    shares: Tensor,
+    probs: Tensor,
+    scores_for_aux_loss: Tensor,
+    routing_map: Tensor,
+    with_padding_mask: bool = False,
+) -> Tensor:
+    """`TopKRouter._apply_aux_loss` with the shares of the mini-batch as tokens per expert."""
+    coefficient = router.get_aux_loss_coeff(_BALANCING_LOSS)
+    if coefficient == 0:
+        return probs
+    _, held_tokens, num_tokens = moe_utils.get_tokens_per_expert_and_token_count(
+        routing_map=routing_map,
+        reduce_group=router.tp_cp_group,
+        topk=router.topk,
+        with_padding_mask=with_padding_mask,
+    )
+    aux_loss = moe_utils.switch_load_balancing_loss_func(
+        probs=scores_for_aux_loss,
+        tokens_per_expert=shares * num_tokens * router.topk,
+        total_num_tokens=num_tokens,
+        topk=router.topk,
+        num_experts=router.num_experts,
+        moe_aux_loss_coeff=coefficient,
+        fused=router.config.moe_router_fusion,
+    )
+    return router.attach_and_log_load_balancing_loss(
+        probs,
+        coefficient,
+        aux_loss,
+        "load_balancing_loss",
+        router.tp_cp_group,
+        valid_token_count=held_tokens,
+    )
