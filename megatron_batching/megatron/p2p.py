@@ -3,9 +3,25 @@
 With `variable_seq_lengths` Megatron's communicator sends the shape ahead of each tensor and waits
 for it, a blocking round trip (on a GPU also a device synchronize and a copy to the host). Here
 `_communicate_shapes`, the one method that does so (megatron-core 0.16.1 and 0.19.2), answers
-from a queue: a rank receives activations in the order of its own forward ops and gradients in
-the order of its own backward ops, and the plan says how long each micro-batch is. All
-other communication is Megatron's own.
+from the plan: a rank sends and receives activations in the order of its own forward ops and
+gradients in the order of its own backward ops, whatever the schedule, its group and its overlap.
+All other communication is Megatron's own.
+
+A wrong shape would not fail by itself: the receiver would read another tensor's bytes, or wait
+for ever. So each tensor to be sent is compared with the plan, which costs nothing, and
+`CheckedP2PCommunicator` also runs Megatron's exchange and compares what it says. The alternative,
+padding all micro-batches to one shape, needs neither plan nor exchange and wastes the padding.
+
+Two faults of Megatron-Core are kept from the user, with and without planned shapes:
+
+- 0.16.1 frees an activation whose overlapped send is not finished, by swapping the tensor's
+  storage; an unfinished gloo send holds the tensor object, not its storage, and reads freed
+  memory. Here each send holds an alias of its own, and is waited for before the step ends.
+  (0.19.2 waits before it frees. NCCL's streams keep the memory.)
+- At pp 2 the previous and the next rank are the same one. Batched p2p posts "send to previous,
+  receive from previous, send to next, receive from next" on both ranks, and messages between two
+  ranks match in the order posted: a rank that expects an activation gets a gradient. Here such a
+  call is made in two, activations first.
 
 Shape legend: s tokens of a row, b rows, h hidden size; a pipeline tensor is [s, b, h].
 """
@@ -14,30 +30,86 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron_batching.schedules import PipelineSchedule
+from megatron_batching.schedules import Op, PipelineSchedule
 
 Shape = tuple[int, int, int]
 
 
-class PlannedP2PCommunicator(P2PCommunicator):
-    """Megatron's `P2PCommunicator` with every receive shape taken from the plan.
+class PipelineCommunicator(P2PCommunicator):
+    """Megatron's `P2PCommunicator`, safe at pp 2 and with freed activations; exchanges shapes."""
 
-    Made for one call of the schedule; `check_finished` tells afterwards whether every planned
-    receive took place.
+    def __init__(self, pp_group: torch.distributed.ProcessGroup, config: ModelParallelConfig):
+        super().__init__(pp_group, config)
+        self._unfinished: list[_Send] = []
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
+    ) -> tuple[Any, Any, Any]:
+        forward = tensor_send_next is not None or recv_prev
+        backward = tensor_send_prev is not None or recv_next
+        if forward and backward and self.config.batch_p2p_comm and self.pp_group.size() == 2:
+            received_prev, _, _ = self._communicate(
+                tensor_send_next=tensor_send_next,
+                tensor_send_prev=None,
+                recv_prev=recv_prev,
+                recv_next=False,
+                tensor_shape=tensor_shape,
+            )
+            _, received_next, _ = self._communicate(
+                tensor_send_next=None,
+                tensor_send_prev=tensor_send_prev,
+                recv_prev=False,
+                recv_next=recv_next,
+                tensor_shape=tensor_shape,
+            )
+            return received_prev, received_next, None
+        received_prev, received_next, requests = super()._communicate(
+            tensor_send_next=_alias(tensor_send_next),
+            tensor_send_prev=_alias(tensor_send_prev),
+            recv_prev=recv_prev,
+            recv_next=recv_next,
+            tensor_shape=tensor_shape,
+            wait_on_reqs=wait_on_reqs,
+        )
+        if isinstance(requests, dict):
+            for name in requests.keys() & {"send_next", "send_prev"}:
+                requests[name] = _Send(requests[name])
+                self._unfinished = [s for s in self._unfinished if not s.waited_for]
+                self._unfinished.append(requests[name])
+        return received_prev, received_next, requests
+
+    def finish(self) -> None:
+        """Wait for sends that the schedule left to themselves; once after each step."""
+        for send in self._unfinished:
+            send.wait()
+        self._unfinished = []
+
+
+class PlannedP2PCommunicator(PipelineCommunicator):
+    """A communicator with every shape taken from the plan.
+
+    Made for one call of the schedule; `finish` tells afterwards whether every planned transfer
+    took place.
 
     Args:
         pp_group: the pipeline process group.
         config: the model's config, with `variable_seq_lengths` on.
         schedule: the op order that Megatron is about to run.
         shapes: [s, b, h] of each micro-batch in execution order, as this rank sends and
-            receives it (sequence length already divided by cp, and by tp under sequence
-            parallelism).
+            receives it, see `pipeline_shapes`.
     """
 
     def __init__(
@@ -51,38 +123,164 @@ class PlannedP2PCommunicator(P2PCommunicator):
         super().__init__(pp_group, config)
         assert len(shapes) == schedule.num_micro_batches
         assert pp_group.size() == schedule.pp
-        rank = pp_group.rank()
-        last_stage = schedule.num_virtual_stages - 1
-        self._forward: deque[Shape] = deque()
-        self._backward: deque[Shape] = deque()
-        for op in schedule.ops(rank):
-            stage = op.chunk * schedule.pp + rank
-            if op.kind == "F" and stage > 0:
-                self._forward.append(shapes[op.micro_batch])
-            elif op.kind == "B" and stage < last_stage:
-                self._backward.append(shapes[op.micro_batch])
+        self._planned = planned_transfers(schedule, pp_group.rank(), shapes)
 
     def _communicate_shapes(
-        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
-    ) -> tuple[list[int], list[int]]:
+        self,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[Sequence[int], Sequence[int]]:
         """The shapes about to be received from the previous and the next rank."""
-        return (
-            list(self._forward.popleft()) if recv_prev else [0, 0, 0],
-            list(self._backward.popleft()) if recv_next else [0, 0, 0],
+        planned = self._planned
+        for queue, sent, peer in (
+            (planned.send_next, tensor_send_next, "next"),
+            (planned.send_prev, tensor_send_prev, "previous"),
+        ):
+            if sent is not None:
+                self._compare(self._take(queue, peer), tuple(sent.shape), f"sends to the {peer}")
+        received = [
+            self._take(queue, peer) if wanted else None
+            for queue, wanted, peer in (
+                (planned.recv_prev, recv_prev, "previous"),
+                (planned.recv_next, recv_next, "next"),
+            )
+        ]
+        self._confirm(received, (tensor_send_next, tensor_send_prev, recv_prev, recv_next))
+        prev, following = (list(t.shape) if t is not None else [0, 0, 0] for t in received)
+        return prev, following
+
+    def _confirm(self, received: Sequence[Transfer | None], exchange: tuple[Any, ...]) -> None:
+        """A place to check what is about to be received."""
+
+    def finish(self) -> None:
+        """Wait for what is under way; AssertionError if a planned transfer did not take place."""
+        super().finish()
+        left = {name: len(queue) for name, queue in self._planned._asdict().items() if queue}
+        assert not left, (
+            f"pipeline rank {self.pp_group.rank()} ended the schedule with planned transfers "
+            f"that did not take place: {left}"
         )
 
-    def _communicate(self, **kwargs: Any) -> Any:
-        # The schedule frees a sent activation by swapping its storage. An unfinished gloo send
-        # holds the tensor object, not its storage: without an alias of its own it would read
-        # freed memory (megatron-core 0.16.1; 0.19.2 waits for the send instead).
-        for key in ("tensor_send_next", "tensor_send_prev"):
-            if kwargs[key] is not None:
-                kwargs[key] = kwargs[key].detach()
-        return super()._communicate(**kwargs)
-
-    def check_finished(self) -> None:
-        """Raise AssertionError if a planned receive did not take place."""
-        assert not self._forward and not self._backward, (
-            f"pipeline rank {self.pp_group.rank()} ended the schedule with {len(self._forward)} "
-            f"activations and {len(self._backward)} gradients planned but not received"
+    def _take(self, queue: deque[Transfer], peer: str) -> Transfer:
+        assert queue, (
+            f"pipeline rank {self.pp_group.rank()} communicates with the {peer} rank more often "
+            "than planned"
         )
+        return queue.popleft()
+
+    def _compare(self, planned: Transfer, real: Sequence[int], doing: str) -> None:
+        if planned.shape != tuple(real):
+            raise RuntimeError(
+                f"pipeline rank {self.pp_group.rank()} {doing} rank for {planned.op}: planned "
+                f"shape {list(planned.shape)}, real shape {list(real)}; every chunk must keep the "
+                "[s, b, h] that the plan gives, or planned shapes must be switched off"
+            )
+
+
+class CheckedP2PCommunicator(PlannedP2PCommunicator):
+    """Plans shapes, exchanges them as well, and raises RuntimeError on the first difference."""
+
+    def _confirm(self, received: Sequence[Transfer | None], exchange: tuple[Any, ...]) -> None:
+        real = super(PlannedP2PCommunicator, self)._communicate_shapes(*exchange)
+        for planned, shape, peer in zip(received, real, ("previous", "next"), strict=True):
+            if planned is not None:
+                self._compare(planned, shape, f"receives from the {peer}")
+
+
+class Transfer(NamedTuple):
+    """One tensor on its way: which op it is the input or output of, and its shape."""
+
+    op: Op
+    shape: Shape
+
+
+class PlannedTransfers(NamedTuple):
+    """What one rank sends and receives, each in order."""
+
+    recv_prev: deque[Transfer]
+    send_next: deque[Transfer]
+    recv_next: deque[Transfer]
+    send_prev: deque[Transfer]
+
+
+def planned_transfers(
+    schedule: PipelineSchedule, pp_rank: int, shapes: Sequence[Shape]
+) -> PlannedTransfers:
+    """The transfers of a rank, named by this rank's own op.
+
+    >>> schedule = PipelineSchedule(pp=2, num_micro_batches=2)
+    >>> planned = planned_transfers(schedule, 0, [(5, 1, 8), (3, 1, 8)])
+    >>> [f"{t.op} {t.shape[0]}" for t in planned.send_next]
+    ['F0.0 5', 'F1.0 3']
+    >>> len(planned.recv_prev), len(planned.recv_next)
+    (0, 2)
+    """
+    planned = PlannedTransfers(deque(), deque(), deque(), deque())
+    last_stage = schedule.num_virtual_stages - 1
+    for op in schedule.ops(pp_rank):
+        stage = op.chunk * schedule.pp + pp_rank
+        before, after = (
+            (planned.recv_prev, planned.send_next)
+            if op.kind == "F"
+            else (planned.send_prev, planned.recv_next)
+        )
+        transfer = Transfer(op, shapes[op.micro_batch])
+        if stage > 0:
+            before.append(transfer)
+        if stage < last_stage:
+            after.append(transfer)
+    return planned
+
+
+def pipeline_shapes(
+    shapes: Sequence[tuple[int, int]],
+    *,
+    hidden_size: int,
+    tp: int,
+    cp: int,
+    sequence_parallel: bool,
+) -> list[Shape]:
+    """[s, b, h] of each micro-batch between two stages, from its rows and width.
+
+    Args:
+        shapes: (rows, width) of each micro-batch's tokens, padding included.
+        hidden_size: h.
+        tp: tensor-parallel size; divides s under sequence parallelism.
+        cp: context-parallel size; divides s.
+        sequence_parallel: Megatron's option of that name.
+
+    Raises:
+        ValueError: a width does not divide.
+
+    >>> pipeline_shapes([(1, 24), (2, 8)], hidden_size=16, tp=2, cp=2, sequence_parallel=True)
+    [(6, 1, 16), (2, 2, 16)]
+    """
+    divisor = cp * (tp if sequence_parallel else 1)
+    for i, (_, width) in enumerate(shapes):
+        if width % divisor:
+            raise ValueError(
+                f"micro-batch {i} is {width} tokens wide, which does not divide by cp {cp}"
+                + (f" x tp {tp} (sequence parallelism)" if sequence_parallel else "")
+                + f"; set batching.align to a multiple of {divisor}"
+            )
+    return [(width // divisor, rows, hidden_size) for rows, width in shapes]
+
+
+class _Send:
+    """A send under way that may be waited for any number of times (gloo's may only once)."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self.waited_for = False
+
+    def wait(self) -> None:
+        if not self.waited_for:
+            self._request.wait()
+            self.waited_for = True
+
+
+def _alias(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Another tensor over the same memory, which outlives the first one's."""
+    return None if tensor is None else tensor.detach()

@@ -2,13 +2,16 @@
 
 `get_forward_backward_func` picks no-pipelining, 1F1B or interleaved from the parallel state; the
 group size is read from the config at every call, so it may differ from step to step. With
-pp > 1 and planned shapes the schedule gets a `PlannedP2PCommunicator`; Megatron accepts one
-only together with the process groups that it would otherwise look up itself.
+pp > 1 the schedule gets a communicator of ours, with planned shapes or with Megatron's exchange;
+Megatron accepts one only together with the process groups that it would otherwise look up itself.
+A megatron-core that accepts none runs as it is, and one log line says what that costs.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -18,11 +21,17 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_batching.megatron.model import PipelineModel
-from megatron_batching.megatron.p2p import PlannedP2PCommunicator
+from megatron_batching.megatron.p2p import (
+    CheckedP2PCommunicator,
+    PipelineCommunicator,
+    PlannedP2PCommunicator,
+    pipeline_shapes,
+)
 from megatron_batching.schedules import PipelineSchedule
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Any, Callable[[Any], Any]]]
 
+_LOG = logging.getLogger(__name__)
 _GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp", "tp_dp_cp", "dp")
 
 
@@ -34,6 +43,7 @@ def run_schedule(
     iterators: Sequence[Iterator[Any]],
     shapes: Sequence[tuple[int, int]],
     planned_shapes: bool = True,
+    check_shapes: bool = False,
     collect_non_loss_data: bool = False,
     timers: Any = None,
 ) -> list[Any]:
@@ -47,6 +57,7 @@ def run_schedule(
         shapes: (rows, width) of each micro-batch, padding included, before any division by cp
             or tp.
         planned_shapes: take receive shapes from `shapes`; false leaves Megatron's exchange.
+        check_shapes: exchange planned shapes all the same, and compare: for debugging.
         collect_non_loss_data: keep what the loss function returns instead of a loss.
         timers: recorder in the place of Megatron's timers, see `StepRecorder`.
 
@@ -62,15 +73,13 @@ def run_schedule(
         config.microbatch_group_size_per_vp_stage = schedule.group
     communicator = None
     extra: dict[str, Any] = {}
-    if planned_shapes and layout.pp > 1 and supports_planned_shapes():
-        divisor = layout.cp * (layout.tp if config.sequence_parallel else 1)
-        communicator = PlannedP2PCommunicator(
-            parallel_state.get_pipeline_model_parallel_group(),
-            config,
-            schedule=schedule,
-            shapes=[(width // divisor, rows, config.hidden_size) for rows, width in shapes],
+    if layout.pp > 1 and accepts_communicator():
+        communicator = _communicator(
+            model, schedule, shapes, planned_shapes=planned_shapes, check_shapes=check_shapes
         )
         extra = {"p2p_communicator": communicator, "pg_collection": _process_groups()}
+    elif layout.pp > 1 and planned_shapes:
+        _warn_about_exchange()
     config.timers = timers
     try:
         reported = get_forward_backward_func()(
@@ -88,11 +97,11 @@ def run_schedule(
     finally:
         config.timers = None
     if communicator is not None:
-        communicator.check_finished()
+        communicator.finish()
     return reported
 
 
-def supports_planned_shapes() -> bool:
+def accepts_communicator() -> bool:
     """Whether this megatron-core lets the caller bring a communicator (0.16 and later do)."""
     from megatron.core.pipeline_parallel import schedules
 
@@ -100,6 +109,41 @@ def supports_planned_shapes() -> bool:
         schedules.forward_backward_pipelining_with_interleaving
     ).parameters
     return "p2p_communicator" in parameters and "pg_collection" in parameters
+
+
+def _communicator(
+    model: PipelineModel,
+    schedule: PipelineSchedule,
+    shapes: Sequence[tuple[int, int]],
+    *,
+    planned_shapes: bool,
+    check_shapes: bool,
+) -> PipelineCommunicator:
+    config, layout = model.config, model.placement.layout
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if not planned_shapes:
+        return PipelineCommunicator(group, config)
+    kind = CheckedP2PCommunicator if check_shapes else PlannedP2PCommunicator
+    return kind(
+        group,
+        config,
+        schedule=schedule,
+        shapes=pipeline_shapes(
+            shapes,
+            hidden_size=config.hidden_size,
+            tp=layout.tp,
+            cp=layout.cp,
+            sequence_parallel=config.sequence_parallel,
+        ),
+    )
+
+
+@functools.cache
+def _warn_about_exchange() -> None:
+    _LOG.warning(
+        "this megatron-core takes no communicator from its caller (0.16 and later do): shapes are "
+        "exchanged before every send, which costs an interleaved step 13 to 30% of its time"
+    )
 
 
 def _process_groups() -> ProcessGroupCollection:
