@@ -37,6 +37,10 @@ class ModelConfig:
     """Share the weights of input embedding and output layer."""
     transformer: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron-Core's TransformerConfig, by its own names."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron-Core's DistributedDataParallelConfig, by its own names: the distributed
+    optimizer, overlap_grad_reduce, overlap_param_gather, .. Gradients are reduced in fp32 unless
+    it says otherwise."""
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -72,6 +76,9 @@ class OptimizerSettings:
     """Decay of the second moment."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron-Core's OptimizerConfig, by its own names, such as
+    initial_loss_scale for fp16."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,10 +89,16 @@ def check_model(model: ModelConfig, layout: Layout) -> None:
             f"model.num_attention_heads={model.num_attention_heads} does not divide by "
             f"tp={layout.tp}; change one of them"
         )
-    for name in model.transformer:
-        if name not in TransformerConfig.__dataclass_fields__:
+    check_fields("model.transformer", model.transformer, TransformerConfig)
+    check_fields("model.ddp", model.ddp, DistributedDataParallelConfig)
+
+
+def check_fields(section: str, values: Mapping[str, Any], cls: Any) -> None:
+    """Raise ValueError unless every key is a field of one of Megatron-Core's dataclasses."""
+    for name in values:
+        if name not in cls.__dataclass_fields__:
             raise ValueError(
-                f"model.transformer.{name} is not a field of Megatron-Core's TransformerConfig; "
+                f"{section}.{name} is not a field of Megatron-Core's {cls.__name__}; "
                 "check its spelling and the installed version"
             )
 
@@ -110,7 +116,7 @@ def build_model(
         model: shape and numerics.
         placement: from `initialize`; Megatron's parallel state must stand.
         seed: of the initial weights, which are the same under every layout.
-        ddp: Megatron's DDP settings; by default gradients are reduced in fp32 without overlap.
+        ddp: Megatron's DDP settings, in the place of `model.ddp`.
 
     Raises:
         ValueError: the layout does not divide the model.
@@ -119,7 +125,7 @@ def build_model(
     check_model(model, layout)
     use_te = placement.device.type == "cuda" and has_transformer_engine()
     config = _transformer_config(model, placement)
-    ddp = ddp or DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    ddp = ddp or DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **model.ddp})
     spec = get_gpt_layer_with_transformer_engine_spec() if use_te else get_gpt_layer_local_spec()
     chunks = []
     for chunk in range(layout.vpp):
@@ -145,6 +151,8 @@ def build_model(
     )
     if ddp.overlap_grad_reduce:
         config.no_sync_func = [c.no_sync for c in chunks] if layout.vpp > 1 else chunks[0].no_sync
+    if ddp.overlap_param_gather and ddp.align_param_gather and layout.vpp > 1:
+        config.param_sync_func = [c.start_param_sync for c in chunks]
     _initialize_weights(result, seed)
     return result
 

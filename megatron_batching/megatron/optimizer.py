@@ -11,12 +11,18 @@ from typing import Any
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_batching.megatron.config import OptimizerSettings
-from megatron_batching.megatron.model import PipelineModel
+from megatron_batching.megatron.model import PipelineModel, check_fields
 
 
 def build_optimizer(settings: OptimizerSettings, model: PipelineModel) -> Any:
-    """Megatron's optimizer for all chunks of this rank."""
-    config = OptimizerConfig(
+    """Megatron's optimizer for all chunks of this rank.
+
+    Raises:
+        ValueError: `settings.megatron` names no field of OptimizerConfig.
+    """
+    check_fields("optimizer.megatron", settings.megatron, OptimizerConfig)
+    ddp = model.chunks[0].ddp_config
+    values = dict(
         optimizer="adam",
         lr=settings.lr,
         weight_decay=settings.weight_decay,
@@ -26,9 +32,10 @@ def build_optimizer(settings: OptimizerSettings, model: PipelineModel) -> Any:
         bf16=model.config.bf16,
         fp16=model.config.fp16,
         params_dtype=model.config.params_dtype,
-        use_distributed_optimizer=model.chunks[0].ddp_config.use_distributed_optimizer,
+        use_distributed_optimizer=ddp.use_distributed_optimizer,
+        overlap_param_gather=ddp.overlap_param_gather,
     )
-    return get_megatron_optimizer(config, model.chunks)
+    return get_megatron_optimizer(OptimizerConfig(**{**values, **settings.megatron}), model.chunks)
 
 
 def gradient_norm(optimizer: Any) -> float:

@@ -18,10 +18,10 @@ Two faults of Megatron-Core are kept from the user, with and without planned sha
   storage; an unfinished gloo send holds the tensor object, not its storage, and reads freed
   memory. Here each send holds an alias of its own, and is waited for before the step ends.
   (0.19.2 waits before it frees. NCCL's streams keep the memory.)
-- At pp 2 the previous and the next rank are the same one. Batched p2p posts "send to previous,
-  receive from previous, send to next, receive from next" on both ranks, and messages between two
-  ranks match in the order posted: a rank that expects an activation gets a gradient. Here such a
-  call is made in two, activations first.
+- At pp 2 the previous and the next rank are the same one. Batched p2p, and with it every exchange
+  of shapes, posts "send to previous, receive from previous, send to next, receive from next" on
+  both ranks, and messages between two ranks match in the order posted: a rank that expects an
+  activation gets a gradient, or its shape. Here such a call is made in two, activations first.
 
 Shape legend: s tokens of a row, b rows, h hidden size; a pipeline tensor is [s, b, h].
 """
@@ -58,9 +58,9 @@ class PipelineCommunicator(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> tuple[Any, Any, Any]:
-        forward = tensor_send_next is not None or recv_prev
-        backward = tensor_send_prev is not None or recv_next
-        if forward and backward and self.config.batch_p2p_comm and self.pp_group.size() == 2:
+        if self.config.batch_p2p_comm and self._must_be_split(
+            tensor_send_next, tensor_send_prev, recv_prev, recv_next
+        ):
             received_prev, _, _ = self._communicate(
                 tensor_send_next=tensor_send_next,
                 tensor_send_prev=None,
@@ -90,6 +90,28 @@ class PipelineCommunicator(P2PCommunicator):
                 self._unfinished = [s for s in self._unfinished if not s.waited_for]
                 self._unfinished.append(requests[name])
         return received_prev, received_next, requests
+
+    def _communicate_shapes(
+        self,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """The shapes about to be received from the previous and the next rank."""
+        exchange = super()._communicate_shapes
+        if self._must_be_split(tensor_send_next, tensor_send_prev, recv_prev, recv_next):
+            prev_shape, _ = exchange(tensor_send_next, None, recv_prev, False)
+            _, next_shape = exchange(None, tensor_send_prev, False, recv_next)
+            return prev_shape, next_shape
+        return exchange(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+
+    def _must_be_split(
+        self, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> bool:
+        forward = send_next is not None or recv_prev
+        backward = send_prev is not None or recv_next
+        return forward and backward and self.pp_group.size() == 2
 
     def finish(self) -> None:
         """Wait for sends that the schedule left to themselves; once after each step."""
@@ -132,7 +154,6 @@ class PlannedP2PCommunicator(PipelineCommunicator):
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """The shapes about to be received from the previous and the next rank."""
         planned = self._planned
         for queue, sent, peer in (
             (planned.send_next, tensor_send_next, "next"),

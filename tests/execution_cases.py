@@ -1,0 +1,197 @@
+"""What the workers of the p2p and execution tests run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megatron_batching.bench.paced_model import (
+    PacedStep,
+    build_paced_model,
+    expected,
+    run_paced_step,
+)
+from megatron_batching.megatron.parallel import Placement, initialize
+from megatron_batching.plan import Layout
+from megatron_batching.schedules import PipelineSchedule, StageTimes, legal_groups
+
+COMMUNICATION = {
+    "overlap": {"overlap_p2p_comm": True, "batch_p2p_comm": False},
+    "overlap-warmup-flush": {
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+        "overlap_p2p_comm_warmup_flush": True,
+    },
+    "batched": {"overlap_p2p_comm": False, "batch_p2p_comm": True},
+    "unbatched": {"overlap_p2p_comm": False, "batch_p2p_comm": False},
+}
+
+
+def random_step(layout: Layout, rng: random.Random, *, most: int = 13) -> PacedStep:
+    """A step with a random count, group (short last groups included) and random shapes.
+
+    It begins with equal widths in half of the cases; rows are 1 (packed) or more (padded).
+    """
+    legal = [m for m in range(1, most) if layout.vpp == 1 or legal_groups(m, layout.pp, layout.vpp)]
+    count = rng.choice(legal)
+    group = rng.choice(legal_groups(count, layout.pp, layout.vpp)) if layout.vpp > 1 else None
+    divisor = layout.tp * layout.cp
+    equal = rng.randrange(count + 1) if rng.random() < 0.5 else 0
+    shapes = [
+        (rng.choice([1, 1, 3]), divisor * (4 if i < equal else rng.randrange(1, 17)))
+        for i in range(count)
+    ]
+    schedule = PipelineSchedule(
+        pp=layout.pp,
+        vpp=layout.vpp,
+        num_micro_batches=count,
+        group=group,
+        forward_only=rng.random() < 0.2,
+    )
+    return PacedStep(schedule=schedule, shapes=shapes)
+
+
+def random_plans(
+    layout: dict[str, int],
+    communication: str,
+    count: int,
+    seed: int,
+    modes: tuple[dict[str, bool], ...] = ({},),
+    **transformer: Any,
+) -> int:
+    """Run random steps and compare all that this rank has with the steps without a pipeline.
+
+    Args:
+        layout: sizes.
+        communication: key of `COMMUNICATION`, which counts with vpp > 1.
+        count: steps to run.
+        seed: of the steps.
+        modes: keywords of `run_paced_step`, taken in turn.
+        transformer: further TransformerConfig fields.
+
+    Returns:
+        Steps that ran.
+    """
+    placement = initialize(Layout(**layout), device="cpu")
+    if placement.layout.vpp > 1:
+        transformer.update(COMMUNICATION[communication])
+    model = build_paced_model(placement, **transformer)
+    rng = random.Random(seed)
+    for number in range(count):
+        step = random_step(placement.layout, rng)
+        compare_with_expected(model, placement, step, **modes[number % len(modes)])
+    return count
+
+
+def compare_with_expected(model: Any, placement: Placement, step: PacedStep, **mode: bool) -> None:
+    result = run_paced_step(model, step, **mode)
+    losses, weight_grads = expected(model, step)
+    schedule = step.schedule
+    assert result.ran == schedule.ops(placement.pp_rank)
+    assert list(result.losses) == (losses if placement.is_last_stage else [])
+    own = [
+        None if schedule.forward_only else weight_grads[chunk * schedule.pp + placement.pp_rank]
+        for chunk in range(schedule.vpp)
+    ]
+    assert list(result.weight_grads) == own, (step.schedule, step.shapes)
+
+
+def stress_freed_memory(planned_shapes: bool, rounds: int, width: int) -> None:
+    """Large activations, slow receivers and freed memory that is written to at once."""
+    placement = initialize(Layout(pp=2, vpp=2), device="cpu")
+    model = build_paced_model(placement, hidden_size=256, **COMMUNICATION["overlap"])
+    count = 6
+    schedule = PipelineSchedule(pp=2, vpp=2, num_micro_batches=count, group=count)
+    slow = [0.004 if placement.pp_rank else 0.0] * count
+    step = PacedStep(
+        schedule=schedule,
+        times=StageTimes.even(schedule, slow, slow),
+        shapes=[(1, width + 8 * (i % 3)) for i in range(count)],
+    )
+    for stage in model.chunks:
+        stage.register_forward_hook(_scribble)
+    for _ in range(rounds):
+        compare_with_expected(model, placement, step, planned_shapes=planned_shapes)
+
+
+def _scribble(module: Any, args: Any, output: torch.Tensor) -> None:
+    """Take memory that has just been freed and fill it with something else."""
+    for _ in range(4):
+        torch.full(output.shape, torch.nan)
+
+
+def wrong_shape(where: int) -> str:
+    """One rank sends a micro-batch shorter than planned: the message of this rank's error."""
+    placement = initialize(Layout(pp=2), device="cpu")
+    model = build_paced_model(placement)
+    step = PacedStep(
+        schedule=PipelineSchedule(pp=2, num_micro_batches=3), shapes=[(1, 4), (1, 6), (1, 5)]
+    )
+    if placement.pp_rank == where:
+        model.chunks[0].register_forward_hook(lambda module, args, output: output[1:])
+    try:
+        run_paced_step(model, step)
+    except (RuntimeError, AssertionError) as error:
+        return str(error)
+    return ""
+
+
+def checked_against_a_liar() -> str:
+    """A peer whose plan differs is found out by the exchange: this rank's message."""
+    placement = initialize(Layout(pp=2), device="cpu")
+    model = build_paced_model(placement)
+    widths = [4, 6, 5] if placement.pp_rank == 0 else [4, 6, 7]
+    step = PacedStep(
+        schedule=PipelineSchedule(pp=2, num_micro_batches=3, forward_only=True),
+        shapes=[(1, w) for w in widths],
+    )
+    try:
+        run_paced_step(model, step, check_shapes=True)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def count_exchanges(mode: dict[str, bool]) -> int:
+    """How often this rank ran Megatron's shape exchange in one step."""
+    placement = initialize(Layout(pp=2, vpp=2), device="cpu")
+    model = build_paced_model(placement)
+    original, calls = P2PCommunicator._communicate_shapes, []
+
+    def counted(self: Any, *args: Any) -> Any:
+        calls.append(args)
+        return original(self, *args)
+
+    P2PCommunicator._communicate_shapes = counted
+    try:
+        compare_with_expected(
+            model, placement, random_step(placement.layout, random.Random(1)), **mode
+        )
+    finally:
+        P2PCommunicator._communicate_shapes = original
+    return len(calls)
+
+
+def without_communicator() -> list[str]:
+    """Log lines of two steps on a megatron-core that takes no communicator."""
+    import logging
+
+    from megatron_batching.megatron import schedule
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(schedule.__name__)
+    original = schedule.accepts_communicator
+    schedule.accepts_communicator = lambda: False
+    schedule._warn_about_exchange.cache_clear()
+    logger.addHandler(handler)
+    try:
+        random_plans({"pp": 2}, "batched", 2, seed=5)
+    finally:
+        schedule.accepts_communicator = original
+        logger.removeHandler(handler)
+    return lines
