@@ -12,16 +12,21 @@ for ever. So each tensor to be sent is compared with the plan, which costs nothi
 `CheckedP2PCommunicator` also runs Megatron's exchange and compares what it says. The alternative,
 padding all micro-batches to one shape, needs neither plan nor exchange and wastes the padding.
 
-Two faults of Megatron-Core are kept from the user, with and without planned shapes:
+Three faults of Megatron-Core are kept from the user, with and without planned shapes:
 
 - 0.16.1 frees an activation whose overlapped send is not finished, by swapping the tensor's
   storage; an unfinished gloo send holds the tensor object, not its storage, and reads freed
   memory. Here each send holds an alias of its own, and is waited for before the step ends.
   (0.19.2 waits before it frees. NCCL's streams keep the memory.)
-- At pp 2 the previous and the next rank are the same one. Batched p2p, and with it every exchange
-  of shapes, posts "send to previous, receive from previous, send to next, receive from next" on
-  both ranks, and messages between two ranks match in the order posted: a rank that expects an
-  activation gets a gradient, or its shape. Here such a call is made in two, activations first.
+- At pp 2 the previous and the next rank are the same one. Without `overlap_p2p_comm` the
+  interleaved schedule moves activations and gradients in one call; batched p2p, and any exchange
+  of shapes, then posts "send to previous, receive from previous, send to next, receive from next"
+  on both ranks, and messages between two ranks match in the order posted: a rank that expects
+  an activation gets a gradient, or its shape.
+- In the same calls an exchange waits for the shape of a gradient before any activation is sent,
+  and with few micro-batches that gradient depends on this very activation: a deadlock.
+
+The last two end when such a call is made as two, activations first.
 
 Shape legend: s tokens of a row, b rows, h hidden size; a pipeline tensor is [s, b, h].
 """
@@ -58,9 +63,9 @@ class PipelineCommunicator(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> tuple[Any, Any, Any]:
-        if self.config.batch_p2p_comm and self._must_be_split(
-            tensor_send_next, tensor_send_prev, recv_prev, recv_next
-        ):
+        forward = tensor_send_next is not None or recv_prev
+        backward = tensor_send_prev is not None or recv_next
+        if forward and backward and self._must_split():
             received_prev, _, _ = self._communicate(
                 tensor_send_next=tensor_send_next,
                 tensor_send_prev=None,
@@ -91,27 +96,9 @@ class PipelineCommunicator(P2PCommunicator):
                 self._unfinished.append(requests[name])
         return received_prev, received_next, requests
 
-    def _communicate_shapes(
-        self,
-        tensor_send_next: torch.Tensor | None,
-        tensor_send_prev: torch.Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-    ) -> tuple[Sequence[int], Sequence[int]]:
-        """The shapes about to be received from the previous and the next rank."""
-        exchange = super()._communicate_shapes
-        if self._must_be_split(tensor_send_next, tensor_send_prev, recv_prev, recv_next):
-            prev_shape, _ = exchange(tensor_send_next, None, recv_prev, False)
-            _, next_shape = exchange(None, tensor_send_prev, False, recv_next)
-            return prev_shape, next_shape
-        return exchange(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
-
-    def _must_be_split(
-        self, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
-    ) -> bool:
-        forward = send_next is not None or recv_prev
-        backward = send_prev is not None or recv_next
-        return forward and backward and self.pp_group.size() == 2
+    def _must_split(self) -> bool:
+        """Whether a call for activations and gradients at once goes wrong."""
+        return True
 
     def finish(self) -> None:
         """Wait for sends that the schedule left to themselves; once after each step."""
@@ -146,6 +133,9 @@ class PlannedP2PCommunicator(PipelineCommunicator):
         assert len(shapes) == schedule.num_micro_batches
         assert pp_group.size() == schedule.pp
         self._planned = planned_transfers(schedule, pp_group.rank(), shapes)
+
+    def _must_split(self) -> bool:
+        return self.config.batch_p2p_comm and self.pp_group.size() == 2
 
     def _communicate_shapes(
         self,
@@ -202,6 +192,9 @@ class PlannedP2PCommunicator(PipelineCommunicator):
 
 class CheckedP2PCommunicator(PlannedP2PCommunicator):
     """Plans shapes, exchanges them as well, and raises RuntimeError on the first difference."""
+
+    def _must_split(self) -> bool:
+        return True
 
     def _confirm(self, received: Sequence[Transfer | None], exchange: tuple[Any, ...]) -> None:
         real = super(PlannedP2PCommunicator, self)._communicate_shapes(*exchange)
