@@ -19,6 +19,7 @@ from megatron_batching.plan.predict import step_times
 SEED = 20231107
 BATCH = 64  # changed plans a round
 FRUITLESS_ROUNDS = 8  # rounds without gain after which a replica counts as done
+TRADE_SHARE = 0.5  # of the changes, trades; the rest are moves
 LEAST_GAIN = 1e-6  # relative; below it a change is rounding
 BUDGET_OPS = 1 << 19  # default budget: so many ops simulated for one replica ...
 BUDGET_RANGE = (64, 4096)  # ... within these numbers of plans
@@ -82,29 +83,43 @@ def _change_within(
     num_items, num_bins = len(replica.items), replica.num_bins
     if not num_items or num_bins < 2:
         return
-    each = np.arange(BATCH)
-    kind = rng.integers(4, size=BATCH)
-    one, two = rng.integers(num_items, size=(2, BATCH))
-    low, high = rng.integers(num_bins, size=(2, BATCH))
     bins = np.repeat(replica.bins[None], BATCH, axis=0)
-    move, trade = kind == 0, kind == 1
-    bins[each[move], one[move]] = low[move]
-    bins[each[trade], one[trade]] = replica.bins[two[trade]]
-    bins[each[trade], two[trade]] = replica.bins[one[trade]]
-    place = np.repeat(np.arange(num_bins)[None], BATCH, axis=0)
-    for change in each[kind >= 2]:
-        a, b = low[change], high[change]
-        if kind[change] == 2:
-            place[change, [a, b]] = b, a
-        else:  # micro-batch a moves to place b
-            order = np.insert(np.delete(np.arange(num_bins), a), b, a)
-            place[change, order] = np.arange(num_bins)
-    bins = np.take_along_axis(place, bins, axis=1)
+    _move_items(bins, np.arange(BATCH), num_bins, rng)
+    # Every other plan is changed twice, to get out of where no single change helps.
+    _move_items(bins, np.arange(0, BATCH, 2), num_bins, rng)
+    _move_bins(bins, np.arange(0, BATCH, 3), num_bins, rng)
     items = np.repeat(replica.items[None], BATCH, axis=0)
     times = _times(packer, layout, group, items, bins, num_bins)
     best = int(np.argmin(times))
     if times[best] < replica.time * (1 - LEAST_GAIN):
         replica.take(items[best], bins[best], float(times[best]))
+
+
+def _move_items(
+    bins: np.ndarray, plans: np.ndarray, num_bins: int, rng: np.random.Generator
+) -> None:
+    """In each of `plans`, move an item to some micro-batch, or let two items trade places."""
+    one, two = rng.integers(bins.shape[1], size=(2, len(plans)))
+    before = bins[plans, one]
+    trade = rng.random(len(plans)) < TRADE_SHARE
+    target = np.where(trade, bins[plans, two], rng.integers(num_bins, size=len(plans)))
+    bins[plans, one] = target
+    bins[plans[trade], two[trade]] = before[trade]
+
+
+def _move_bins(
+    bins: np.ndarray, plans: np.ndarray, num_bins: int, rng: np.random.Generator
+) -> None:
+    """In each of `plans`, let two micro-batches trade places, or move one to another place."""
+    one, two = rng.integers(num_bins, size=(2, len(plans)))
+    for at, plan in enumerate(plans):
+        place = np.arange(num_bins)
+        if rng.random() < TRADE_SHARE:
+            place[[one[at], two[at]]] = two[at], one[at]
+        else:
+            order = np.insert(np.delete(place, one[at]), two[at], one[at])
+            place[order] = np.arange(num_bins)
+        bins[plan] = place[bins[plan]]
 
 
 def _change_between(

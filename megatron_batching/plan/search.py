@@ -43,8 +43,8 @@ CLEAR_GAIN = 0.997  # ratio of times that counts as a gain
 GOOD_ENOUGH = 1.01  # a plan this near the lower bound ends the search
 NUM_REPRESENTATIVES = 16
 NUM_REBALANCES = 2
-NUM_FINALISTS = 3  # plans that are polished ...
-CLOSE = 1.05  # ... if within this ratio of the best,
+NUM_FINALISTS = 6  # plans that are polished ...
+CLOSE = 1.1  # ... if within this ratio of the best,
 LEAST_BUDGET = 256  # and if each may have so many candidates
 # (least size of a micro-batch at either end, micro-batches that it takes to grow, in units of pp)
 TAPERS = ((1.0, 0.0), (0.0, 1.0), (0.25, 2.0))
@@ -254,7 +254,8 @@ class Search:
                     winner[rank] = candidate.time, setting
             finalists = table.finalists()
             if finalists and (
-                setting[0] > REACH * last_gain or self._good_enough(min(finalists, key=_time))
+                setting[0] > max(REACH * last_gain, last_gain + self.layout.pp)
+                or self._good_enough(min(finalists, key=_time))
             ):
                 break
         wins: dict[Setting, int] = {}
