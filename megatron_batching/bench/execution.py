@@ -1,0 +1,336 @@
+"""What execution costs: exchanged shapes, and everything between a mini-batch and Megatron.
+
+Run: torchrun --nproc-per-node N -m megatron_batching.bench.execution PART [options]
+
+    shapes    planned shapes against Megatron's exchange of shapes, with stages that sleep for the
+              time that the plan's cost model foretells; layouts of up to N ranks
+    gpt       the same comparison with a real GPT, at pp N x vpp 2 (--vpp)
+    overhead  the engine's step against a bare loop around `get_forward_backward_func` with all
+              micro-batches ready; pp N
+
+Both sides of a comparison run the same plan in the same processes in turn, so that a slow moment
+of the machine hits both, and the medians are compared; results must agree bit for bit. Sleeping
+needs no core, so `shapes` tells what the schedule and its communication cost, on any machine;
+`gpt` on few cores tells mostly how ranks share them. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
+from megatron_batching.data import MiniBatch, synthetic_mini_batch
+from megatron_batching.engine.pipeline import PipelineEngine
+from megatron_batching.megatron.config import ModelConfig, world_size_from_environment
+from megatron_batching.megatron.model import PipelineModel
+from megatron_batching.megatron.optimizer import gradient_norm
+from megatron_batching.megatron.parallel import initialize, shut_down
+from megatron_batching.plan import (
+    BatchingOptions,
+    Layout,
+    plan_mini_batch,
+    read_lengths,
+    verl_cost_model,
+)
+from megatron_batching.schedules import PipelineSchedule, StageTimes, lower_bound
+
+TRACES = ("@azure_code", "@azure_conv", "@deepseek_r1")
+LAYOUTS = ((2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2))
+TOKEN_CAP = 16_384
+SIDES = {"planned": True, "exchanged": False}
+
+
+class Case(NamedTuple):
+    """One plan that both sides run: its name, the step, and its lower bound in seconds."""
+
+    name: str
+    step: PacedStep
+    lower_bound_s: float
+
+
+def make_case(trace: str, pp: int, vpp: int, *, num_samples: int, work_s: float) -> Case:
+    """Plan one replica's share of a trace.
+
+    Args:
+        trace: a length file or `@name`; its first `num_samples` rows are taken.
+        pp: pipeline ranks.
+        vpp: chunks a rank.
+        num_samples: samples of the replica.
+        work_s: seconds that a rank sleeps in one step; the plan's times are scaled to it.
+    """
+    lengths = read_lengths(f"{trace}:{num_samples}" if trace.startswith("@") else trace)
+    lengths = lengths[:num_samples]
+    layout = Layout(pp=pp, vpp=vpp)
+    model = verl_cost_model(layout)
+    cap = max(TOKEN_CAP, max(lengths))
+    plan = plan_mini_batch(lengths, layout, BatchingOptions(max_tokens_per_micro_batch=cap), model)
+    micro_batches = plan.replicas[0].micro_batches
+    schedule = PipelineSchedule(
+        pp=pp, vpp=vpp, num_micro_batches=len(micro_batches), group=plan.group
+    )
+    features = [(1.0, m.tokens, sum(lengths[i] ** 2 for i in m.samples)) for m in micro_batches]
+    forward, backward = model.times(np.array(features, dtype=np.float64))
+    scale = work_s * pp / (forward.sum() + backward.sum())
+    times = StageTimes(forward=forward * scale, backward=backward * scale)
+    step = PacedStep(schedule=schedule, times=times, shapes=[(1, m.tokens) for m in micro_batches])
+    name = trace if trace.startswith("@") else os.path.basename(trace)
+    return Case(name, step, lower_bound(schedule, times))
+
+
+def compare_shapes(options: argparse.Namespace) -> dict[str, Any]:
+    """Planned against exchanged shapes, for every trace and layout, with sleeping stages."""
+    world_size = world_size_from_environment()
+    rows: list[dict[str, Any]] = []
+    for pp, vpp in LAYOUTS:
+        if pp > world_size or (options.pp and pp not in options.pp):
+            continue
+        cases = [
+            make_case(trace, pp, vpp, num_samples=options.samples, work_s=options.work_s)
+            for trace in options.lengths
+        ]
+        placement = initialize(Layout(pp=pp, vpp=vpp, dp=world_size // pp), device="cpu")
+        model = build_paced_model(placement)
+        # Replicas run different traces side by side.
+        for first in range(0, len(cases), placement.layout.dp):
+            batch = cases[first : first + placement.layout.dp]
+            own = batch[placement.dp_rank] if placement.dp_rank < len(batch) else None
+
+            def run(
+                side: str, own: Case | None = own, model: PipelineModel = model
+            ) -> tuple[float, Any]:
+                if own is None:
+                    return 0.0, None
+                result = run_paced_step(model, own.step, planned_shapes=SIDES[side])
+                return result.step_time_s, (result.losses, result.weight_grads, result.ran)
+
+            everyone = _alternate(run, tuple(SIDES), options.repeats)
+            for replica, case in enumerate(batch):
+                ranks = [r for r in everyone if r.dp_rank == replica]
+                schedule = case.step.schedule
+                rows.append(
+                    {
+                        "trace": case.name,
+                        "pp": pp,
+                        "vpp": vpp,
+                        "num_micro_batches": schedule.num_micro_batches,
+                        "group": schedule.group,
+                        "lower_bound_s": case.lower_bound_s,
+                        **_compared(ranks),
+                    }
+                )
+                if placement.rank == 0:
+                    print(_line(rows[-1]), flush=True)
+    return {"benchmark": "execution shapes", **summarize(rows), "rows": rows}
+
+
+def compare_gpt(options: argparse.Namespace) -> dict[str, Any]:
+    """The same comparison with a real GPT; its layers share this machine's cores."""
+    layout = Layout(pp=world_size_from_environment(), vpp=options.vpp)
+    engine, mini_batch = _gpt(layout, options)
+    plan = engine.plan(mini_batch)
+
+    def run(side: str) -> tuple[float, Any]:
+        report = engine.forward_backward_batch(mini_batch, plan=plan, planned_shapes=SIDES[side])
+        grads = {name: p.main_grad.clone() for name, p in engine.model.named_parameters()}
+        return report.step_time_s, (report.loss, {n: g.tolist() for n, g in grads.items()})
+
+    row = {
+        "trace": "GPT",
+        "pp": layout.pp,
+        "vpp": layout.vpp,
+        "num_micro_batches": plan.replicas[0].num_micro_batches,
+        "group": plan.group,
+        **_compared(_alternate(run, tuple(SIDES), options.repeats)),
+    }
+    if engine.placement.rank == 0:
+        print(_line(row), flush=True)
+    return {"benchmark": "execution gpt", "rows": [row]}
+
+
+def measure_overhead(options: argparse.Namespace) -> dict[str, Any]:
+    """The engine's step against a bare loop whose micro-batches lie ready."""
+    layout = Layout(dp=world_size_from_environment())
+    engine, mini_batch = _gpt(layout, options)
+    start = time.perf_counter()
+    plan = engine.plan(mini_batch)
+    planning_s = time.perf_counter() - start
+    loss = engine._step_loss(mini_batch, plan.replicas[0].num_micro_batches, engine.objective, None)
+    shapes, build = engine._batches(mini_batch, plan, loss)
+    ready = [build(i) for i in range(len(shapes))]
+
+    def bare() -> None:
+        engine.model.zero_grad()
+        engine.optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=loss.forward_step,
+            data_iterator=iter(ready),
+            model=engine.model.chunks[0],
+            num_microbatches=len(ready),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        gradient_norm(engine.optimizer)
+
+    def run(side: str) -> tuple[float, Any]:
+        start = time.perf_counter()
+        if side == "bare":
+            bare()
+        else:
+            engine.forward_backward_batch(mini_batch, plan=plan)
+        elapsed = time.perf_counter() - start
+        norm = sum(float(p.main_grad.double().sum()) for _, p in engine.model.named_parameters())
+        return elapsed, norm
+
+    ranks = _alternate(run, ("bare", "engine"), options.repeats)
+    times = {side: _median_step(ranks, side) for side in ("bare", "engine")}
+    return {
+        "benchmark": "execution overhead",
+        "num_micro_batches": len(ready),
+        "tokens": sum(mini_batch.lengths),
+        "planning_s": planning_s,
+        "bare_s": times["bare"],
+        "engine_s": times["engine"],
+        "overhead": times["engine"] / times["bare"] - 1.0,
+        "identical": all(r.identical for r in ranks),
+    }
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Geometric means by vpp, and the worst."""
+    by_vpp = {
+        f"speed_up_vpp{vpp}": statistics.geometric_mean(
+            row["speed_up"] for row in rows if row["vpp"] == vpp
+        )
+        for vpp in sorted({row["vpp"] for row in rows})
+    }
+    deep = [row["speed_up"] for row in rows if row["vpp"] == 2 and row["pp"] >= 4]
+    return {
+        **by_vpp,
+        **({"speed_up_vpp2_pp4_up": statistics.geometric_mean(deep)} if deep else {}),
+        "least_speed_up": min(row["speed_up"] for row in rows),
+        "identical": all(row["identical"] for row in rows),
+    }
+
+
+class _Rank(NamedTuple):
+    """What one rank measured: seconds of each step by side, and whether all results agree."""
+
+    dp_rank: int
+    seconds: dict[str, list[float]]
+    identical: bool
+
+
+def _alternate(
+    run: Callable[[str], tuple[float, Any]], sides: Sequence[str], repeats: int
+) -> list[_Rank]:
+    """Run the sides in turn, one round more than is counted; what every rank measured."""
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    results = []
+    for repeat in range(repeats + 1):
+        for side in sides if repeat % 2 else reversed(sides):
+            dist.barrier()
+            elapsed, result = run(side)
+            results.append(result)
+            if repeat > 0:
+                seconds[side].append(elapsed)
+    own = _Rank(
+        parallel_state.get_data_parallel_rank(), seconds, all(r == results[0] for r in results)
+    )
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
+def _median_step(ranks: Sequence[_Rank], side: str) -> float:
+    """Median over the repeats of the slowest rank's seconds."""
+    return statistics.median(
+        max(times) for times in zip(*(r.seconds[side] for r in ranks), strict=True)
+    )
+
+
+def _compared(ranks: Sequence[_Rank]) -> dict[str, Any]:
+    planned, exchanged = (_median_step(ranks, side) for side in SIDES)
+    return {
+        "planned_s": planned,
+        "exchanged_s": exchanged,
+        "speed_up": exchanged / planned,
+        "identical": all(r.identical for r in ranks),
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    bound = f"bound {row['lower_bound_s']:.3f} s  " if "lower_bound_s" in row else ""
+    return (
+        f"{row['trace']:<26} pp{row['pp']} vpp{row['vpp']} M{row['num_micro_batches']:<3} "
+        f"group {row['group'] or '-':<3} {bound}planned {row['planned_s']:.3f} s  exchanged "
+        f"{row['exchanged_s']:.3f} s  {row['speed_up']:.3f}x  "
+        f"{'identical' if row['identical'] else 'RESULTS DIFFER'}"
+    )
+
+
+def _gpt(layout: Layout, options: argparse.Namespace) -> tuple[PipelineEngine, MiniBatch]:
+    """A small GPT on this layout, and a mini-batch that fits it."""
+    placement = initialize(layout)
+    model = ModelConfig(
+        num_layers=8, hidden_size=options.hidden, num_attention_heads=4, vocab_size=256
+    )
+    lengths = read_lengths(f"@deepseek_r1:{options.samples * layout.dp}")
+    lengths = [min(max(2, round(0.05 * n)), options.cap) for n in lengths]
+    engine = PipelineEngine(
+        model=model,
+        placement=placement,
+        batching=BatchingOptions(max_tokens_per_micro_batch=options.cap),
+    )
+    return engine, synthetic_mini_batch(lengths, vocab_size=model.vocab_size, seed=0)
+
+
+def main() -> None:
+    """Run one part; rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=["shapes", "gpt", "overhead"])
+    parser.add_argument("--repeats", type=int, default=3, help="counted steps of each side")
+    parser.add_argument("--samples", type=int, default=32, help="samples of one replica")
+    parser.add_argument(
+        "--lengths", nargs="+", default=TRACES, help="shapes: length files or @names"
+    )
+    parser.add_argument(
+        "--work-s", type=float, default=1.0, help="shapes: sleep of a rank, seconds"
+    )
+    parser.add_argument("--pp", type=int, nargs="+", help="shapes: these pp only")
+    parser.add_argument("--vpp", type=int, default=2, help="gpt: chunks a rank")
+    parser.add_argument("--hidden", type=int, default=192, help="gpt, overhead: hidden size")
+    parser.add_argument("--cap", type=int, default=640, help="gpt, overhead: token cap")
+    options = parser.parse_args()
+    parts = {"shapes": compare_shapes, "gpt": compare_gpt, "overhead": measure_overhead}
+    summary = parts[options.part](options)
+    if dist.get_rank() == 0:
+        machine = {
+            "world_size": dist.get_world_size(),
+            "cpu_cores": os.cpu_count(),
+            "load_average": os.getloadavg()[0],
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "megatron_core": version("megatron-core"),
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        print(json.dumps({**summary, **machine}), flush=True)
+    shut_down()
+
+
+if __name__ == "__main__":
+    main()
