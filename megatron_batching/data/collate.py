@@ -140,11 +140,11 @@ class Batch:
             cut = torch.arange(start, end).chunk(2 * cp)
             pieces += [cut[cp_rank], cut[2 * cp - 1 - cp_rank]]
         held = torch.cat(pieces).to(self.input_ids.device)
-        per_token = ("input_ids", "labels", "loss_mask", "position_ids", "loss_weights")
-        per_token += ("sequence_weights", "is_token")
+        names = ("input_ids", "labels", "loss_mask", "position_ids")
+        weights = ("loss_weights", "sequence_weights", "is_token")
         share = replace(
             self,
-            **{name: getattr(self, name)[:, held] for name in per_token},
+            **{name: getattr(self, name)[:, held] for name in (*names, *weights)},
             fields={name: values[:, held] for name, values in self.fields.items()},
             held=held,
         )
@@ -159,6 +159,7 @@ def collate(
     device: torch.device | None = None,
     sequence_weights: Sequence[float] | None = None,
     fields: Sequence[str] = (),
+    width: int | None = None,
 ) -> Batch:
     """Lay the samples of one micro-batch out as tensors; no sample makes a dummy.
 
@@ -170,6 +171,7 @@ def collate(
         sequence_weights: a[s] of each sample, see `megatron_batching.loss.aggregation`; all 1 if
             not given.
         fields: names of the samples' fields to lay out too.
+        width: pad every row to so many tokens, which must hold the samples; by default the least.
 
     Raises:
         ValueError: a sample lacks one of the fields.
@@ -179,7 +181,9 @@ def collate(
     >>> collate(one, packing="packed", align=2).input_ids.tolist()
     [[1, 2, 3, 0, 7, 8]]
     """
-    rows, width = batch_shape([len(s) for s in samples], packing=packing, align=align)
+    rows, least = batch_shape([len(s) for s in samples], packing=packing, align=align)
+    width = least if width is None else width
+    assert width >= least, (width, least)
     slots = []
     start = 0
     for i, sample in enumerate(samples):
@@ -191,6 +195,9 @@ def collate(
         whole = torch.full((rows, width), fill, dtype=dtype)
         for (row, start, _), piece in zip(slots, pieces, strict=True):
             whole[row, start : start + piece.numel()] = piece
+        if device is not None and device.type == "cuda":
+            # A copy from pinned memory is queued, not waited for.
+            whole = whole.pin_memory()
         return whole.to(device, non_blocking=True)
 
     for name in fields:

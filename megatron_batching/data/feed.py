@@ -4,11 +4,18 @@ Interleaved schedules ask for one iterator per model chunk, and every chunk must
 micro-batch. Sharing one iterator between chunks, or building each chunk's batches anew, are the
 two classic faults; here all iterators come from one feed, which builds a micro-batch when
 the first chunk asks for it and forgets it when the last one has it.
+
+With `prefetch` a thread builds the next micro-batch while this one runs. Building is copying, which
+releases the interpreter's lock, so a thread does; worker processes would have to send the tensors
+back. One at a time is enough, as each is used before the next is asked for, and keeps memory flat.
+The thread sees none of the caller's thread-local modes (grad mode, CPU mode, current device):
+`build` must name its device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -21,6 +28,8 @@ class MicroBatchFeed(Generic[T]):
         build: makes micro-batch i; called once for each i, in order of first use.
         num_micro_batches: how many there are.
         num_chunks: model chunks on this rank (vpp).
+        prefetch: build micro-batch i + 1, in another thread, as soon as i is asked for. What
+            `build` raises is raised where its micro-batch is asked for.
 
     >>> feed = MicroBatchFeed(lambda i: f"batch {i}", num_micro_batches=2, num_chunks=2)
     >>> first, second = feed.iterators()
@@ -29,12 +38,19 @@ class MicroBatchFeed(Generic[T]):
     """
 
     def __init__(
-        self, build: Callable[[int], T], *, num_micro_batches: int, num_chunks: int
+        self,
+        build: Callable[[int], T],
+        *,
+        num_micro_batches: int,
+        num_chunks: int,
+        prefetch: bool = False,
     ) -> None:
         self._build = build
         self._num_micro_batches = num_micro_batches
         self._num_chunks = num_chunks
         self._held: dict[int, tuple[T, int]] = {}
+        self._thread = ThreadPoolExecutor(1, "micro-batch-feed") if prefetch else None
+        self._next: tuple[int, Future[T]] | None = None
 
     def iterators(self) -> list[Iterator[T]]:
         """One independent iterator per model chunk."""
@@ -47,10 +63,22 @@ class MicroBatchFeed(Generic[T]):
     def _take(self, i: int) -> T:
         batch, uses_left = self._held.pop(i, (None, 0))
         if uses_left == 0:
-            batch, uses_left = self._build(i), self._num_chunks
+            batch, uses_left = self._built(i), self._num_chunks
         assert batch is not None
         if uses_left > 1:
             self._held[i] = (batch, uses_left - 1)
+        return batch
+
+    def _built(self, i: int) -> T:
+        if self._thread is None:
+            return self._build(i)
+        number, future = self._next or (i, self._thread.submit(self._build, i))
+        assert number == i, f"micro-batch {i} is asked for before {number}"
+        batch = future.result()
+        if i + 1 < self._num_micro_batches:
+            self._next = i + 1, self._thread.submit(self._build, i + 1)
+        else:
+            self._thread.shutdown(wait=False)
         return batch
 
 

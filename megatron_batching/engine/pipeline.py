@@ -28,6 +28,7 @@ from megatron_batching.data import (
     collate,
     restore_order,
 )
+from megatron_batching.data.buckets import bucket_widths_of, padded_width
 from megatron_batching.engine.step_loss import StepLoss, mini_batch_mtp_tokens
 from megatron_batching.loss import (
     Aggregation,
@@ -99,6 +100,8 @@ class PipelineEngine:
         optimizer: Adam's settings.
         seed: of the initial weights.
         planned_shapes: take pipeline shapes from the plan instead of exchanging them.
+        check_shapes: exchange planned shapes all the same, and compare: for debugging.
+        shape_buckets: pad packed rows up to so many distinct widths within the token cap.
         objective: per-token loss; cross entropy by default.
         aggregation: from per-token losses to one number, see `megatron_batching.loss.MODES`.
         expert_shares: "micro_batch", or "mini_batch" for MoE balancing losses that are exactly
@@ -117,6 +120,8 @@ class PipelineEngine:
         optimizer: OptimizerSettings | None = None,
         seed: int = 0,
         planned_shapes: bool = True,
+        check_shapes: bool = False,
+        shape_buckets: int | None = None,
         objective: Objective | None = None,
         aggregation: Aggregation | str = "token-mean",
         expert_shares: str = "micro_batch",
@@ -124,6 +129,8 @@ class PipelineEngine:
         self.placement = placement
         self.batching = batching
         self.planned_shapes = planned_shapes
+        self.check_shapes = check_shapes
+        self.bucket_widths = bucket_widths_of(batching, placement.layout, shape_buckets)
         self.objective: Objective = objective or CrossEntropy()
         self.aggregation = as_aggregation(aggregation)
         self.expert_shares = expert_shares
@@ -258,7 +265,10 @@ class PipelineEngine:
 
         def run(schedule: PipelineSchedule, recorder: StepRecorder | None) -> list[Any]:
             feed = MicroBatchFeed(
-                build, num_micro_batches=len(micro_batches), num_chunks=len(self.model.chunks)
+                build,
+                num_micro_batches=len(micro_batches),
+                num_chunks=len(self.model.chunks),
+                prefetch=True,
             )
             return run_schedule(
                 self.model,
@@ -267,6 +277,7 @@ class PipelineEngine:
                 iterators=feed.iterators(),
                 shapes=shapes,
                 planned_shapes=planned_shapes,
+                check_shapes=self.check_shapes,
                 timers=recorder,
             )
 
@@ -349,6 +360,11 @@ class PipelineEngine:
             batch_shape([lengths[i] for i in m.samples], packing=packing, align=align)
             for m in micro_batches
         ]
+        if self.bucket_widths:
+            shapes = [
+                (rows, width if m.dummy else padded_width(width, self.bucket_widths))
+                for m, (rows, width) in zip(micro_batches, shapes, strict=True)
+            ]
         weights = self.aggregation.sequence_weights(loss.counts)
 
         def build(i: int) -> Batch:
@@ -360,6 +376,7 @@ class PipelineEngine:
                 device=placement.device,
                 sequence_weights=[weights[j] for j in samples],
                 fields=loss.objective.fields,
+                width=shapes[i][1],
             )
             assert tuple(batch.input_ids.shape) == shapes[i]
             if layout.cp == 1:
