@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -174,5 +175,6 @@ class Packer:
 def split(chosen: np.ndarray, assignment: np.ndarray, num_bins: int) -> Packing:
     """The items of each bin, ascending."""
     order = np.argsort(assignment, kind="stable")
-    bounds = np.cumsum(np.bincount(assignment, minlength=num_bins))[:-1]
-    return tuple(np.split(chosen[order], bounds))
+    flat = chosen[order]
+    ends = [0, *np.cumsum(np.bincount(assignment, minlength=num_bins)).tolist()]
+    return tuple(flat[first:past] for first, past in pairwise(ends))

@@ -109,8 +109,9 @@ def longest_first(
     loads = [0.0] * num_bins if initial is None else [float(x) for x in initial]
     heap = [(load, b) for b, load in enumerate(loads)]
     heapify(heap)
-    held = [0.0] * num_bins
-    lightest = min(np.asarray(weights).tolist(), default=0)
+    rooms = [cap] * num_bins
+    # Bins without room for the item at hand wait here, roomiest first: (-room, load, bin).
+    parked: list[tuple[float, float, int]] = []
     assignment = np.empty(len(costs), dtype=np.int64)
     order = descending(costs)
     for item, cost, weight in zip(
@@ -119,21 +120,19 @@ def longest_first(
         np.asarray(weights)[order].tolist(),
         strict=True,
     ):
-        full = []
+        while parked and -parked[0][0] >= weight:
+            heappush(heap, heappop(parked)[1:])
         while heap:
             load, b = heap[0]
-            if held[b] + weight <= cap or not held[b]:
+            if rooms[b] >= weight or rooms[b] == cap:
                 heapreplace(heap, (load + cost, b))
-                held[b] += weight
+                rooms[b] -= weight
                 assignment[item] = b
                 break
             heappop(heap)
-            if held[b] + lightest <= cap:
-                full.append((load, b))
+            heappush(parked, (-rooms[b], load, b))
         else:
             return None
-        for entry in full:
-            heappush(heap, entry)
     return assignment
 
 

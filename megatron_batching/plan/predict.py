@@ -11,7 +11,6 @@ from megatron_batching.plan.micro_batch_plan import Prediction
 from megatron_batching.plan.pack import Packer, Packing
 from megatron_batching.schedules import (
     PipelineSchedule,
-    peak_tokens_in_flight,
     simulate_many,
 )
 
@@ -49,23 +48,31 @@ def predict(
     by_count: dict[int, list[int]] = {}
     for rank, rows in enumerate(features):
         by_count.setdefault(len(rows), []).append(rank)
-    step_time = max(
-        float(step_times(packer, layout, group, np.stack([features[r] for r in ranks])).max())
-        for ranks in by_count.values()
-    )
-    peaks = [
-        peak_tokens_in_flight(
-            make_schedule(layout, group, len(rows), packer.forward_only),
-            rows[:, 1].astype(np.int64),
-        )
-        for rows in features
-    ]
+    step_time, peaks = 0.0, np.zeros(layout.pp)
+    for count, ranks in by_count.items():
+        stacked = np.stack([features[rank] for rank in ranks])
+        step_time = max(step_time, float(step_times(packer, layout, group, stacked).max()))
+        schedule = make_schedule(layout, group, count, packer.forward_only)
+        np.maximum(peaks, _peak_tokens(schedule, stacked[:, :, 1]), out=peaks)
     busy = sum(float(packer.model.load(rows, packer.forward_only).sum()) for rows in features)
     return Prediction(
         step_time=step_time,
         lower_bound=bound,
         efficiency=bound / step_time,
         bubble_fraction=max(0.0, 1.0 - busy / (len(packings) * layout.pp * step_time)),
-        peak_tokens_in_flight=tuple(float(peak) for peak in np.max(peaks, axis=0)),
+        peak_tokens_in_flight=tuple(peaks.tolist()),
         unit=packer.model.unit,
     )
+
+
+def _peak_tokens(schedule: PipelineSchedule, tokens: np.ndarray) -> np.ndarray:
+    """[pp] `peak_tokens_in_flight` of the worst of many replicas; tokens [C, M]."""
+    if schedule.forward_only:
+        return np.full(schedule.pp, tokens.max() / schedule.vpp)
+    peaks = []
+    for rank in range(schedule.pp):
+        ops = schedule.ops(rank)
+        moved = tokens[:, [op.micro_batch for op in ops]]
+        moved *= [1 if op.kind == "F" else -1 for op in ops]
+        peaks.append(moved.cumsum(axis=1).max() / schedule.vpp)
+    return np.array(peaks)

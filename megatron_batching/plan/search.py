@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_batching.plan.baseline import plan_baseline
-from megatron_batching.plan.bound import lower_bound
+from megatron_batching.plan.bound import lower_bound, work_bound
 from megatron_batching.plan.counts import count_range, is_legal, legal_count, open_groups
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.options import BatchingOptions
@@ -40,7 +40,8 @@ from megatron_batching.plan.spread import (
 LADDER = 1.2  # ratio of neighbouring counts that the sweep tries
 REACH = 1.6  # the sweep stops this far above the last count that brought a gain
 CLEAR_GAIN = 0.997  # ratio of times that counts as a gain
-GOOD_ENOUGH = 1.01  # a plan this near the lower bound ends the search
+GOOD_ENOUGH = 1.02  # a plan this near the lower bound ends the search
+FEW_ROUNDS = 4  # up to so many times pp micro-batches, ascending order is worth a try
 NUM_REPRESENTATIVES = 16
 NUM_REBALANCES = 2
 NUM_FINALISTS = 6  # plans that are polished ...
@@ -99,12 +100,13 @@ class Search:
     def run(self) -> tuple[int | None, list[Packing]]:
         """Search; ValueError when no plan keeps the limits."""
         owned = owner_shares(self.packer, self.layout.dp)
-        finalists = self._baseline(owned)
         if self.options.method == "baseline":
-            if not finalists:
+            baseline = self._baseline(owned)
+            if not baseline:
                 raise self._infeasible(owned)
-            return finalists[0].group, [c.packing for c in finalists[0].candidates]
+            return baseline[0].group, [c.packing for c in baseline[0].candidates]
         shares = owned
+        finalists: list[Finalist] = []
         if self.options.balance == "replicas" and self.layout.dp > 1:
             shares = self._feasible(balanced_shares(self.packer, self.layout.dp))
         for attempt in range(NUM_REBALANCES + 1):
@@ -117,6 +119,11 @@ class Search:
                 break
             idle = self._idle(shares, best.candidates)
             shares = self._feasible(rebalanced_shares(self.packer, shares, idle))
+        # Owners that are this uneven cannot win, and need not be tried.
+        if not finalists or min(f.time for f in finalists) > work_bound(
+            self.packer, owned, self.layout.pp
+        ):
+            finalists += self._baseline(owned)
         if not finalists:
             raise self._infeasible(shares)
         best = self._polished(sorted(finalists, key=_time)[:NUM_FINALISTS])
@@ -272,7 +279,7 @@ class Search:
             for packing in self._packings(shares[rank], setting[0], num_tapers):
                 plain = self.packer.features(packing)
                 loads = self.packer.model.load(plain, self.packer.forward_only)
-                for order in _orders(loads):
+                for order in _orders(loads, self.layout.pp):
                     owners.append(rank)
                     packings.append(packing)
                     features.append(plain[order])
@@ -318,9 +325,10 @@ def taper(num_bins: int, least: float, length: float, load: float) -> np.ndarray
     return (1.0 - weight) * load / weight.sum()
 
 
-def _orders(loads: np.ndarray) -> list[np.ndarray]:
+def _orders(loads: np.ndarray, pp: int) -> list[np.ndarray]:
     ends = small_ends(loads)
-    return [ends, ends[::-1], np.argsort(loads, kind="stable")]
+    ascending = [np.argsort(loads, kind="stable")] if len(loads) <= FEW_ROUNDS * pp else []
+    return [ends, ends[::-1], *ascending]
 
 
 def _time(finalist: Finalist) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_batching.plan.pack import Packer
+from megatron_batching.plan.pack import Packer, split
 from megatron_batching.plan.partition import descending, longest_first
 
 Shares = list[np.ndarray]
@@ -68,8 +68,7 @@ def tight_shares(packer: Packer, dp: int, most_count: int) -> Shares | None:
 
 
 def _collect(assignment: np.ndarray, dp: int) -> Shares:
-    order = np.argsort(assignment, kind="stable")
-    return np.split(order, np.cumsum(np.bincount(assignment, minlength=dp))[:-1])
+    return list(split(np.arange(len(assignment)), assignment, dp))
 
 
 def representatives(packer: Packer, shares: Shares, most: int) -> np.ndarray:
