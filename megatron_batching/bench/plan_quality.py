@@ -1,0 +1,306 @@
+"""Plan quality against verl's own partitioner, in simulated step time.
+
+Run: python -m megatron_batching.bench.plan_quality [--quick] [--peer verl|baseline]
+     [--trace FILE:CAP ...] [--speed]
+
+Both sides get the same mini-batch, cap, cost model (verl's `24576 s + s^2`, its own) and simulator
+(`simulate_many` with planned shapes). verl's side is `rearrange_micro_batches` itself, called once
+for each replica on the block that the replica would hold, with the arguments of its Megatron
+engine: the count synced over the replicas, and divisible by pp with vpp > 1. What one process
+cannot do, the collective that syncs the count, is done by raising the count until all replicas
+agree. Where verl raises, the case is counted and left out of the speed-ups.
+
+`--peer baseline` needs no verl: it compares with the baseline built in here. `--speed` measures
+planning time instead. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import resource
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from megatron_batching.plan import (
+    BatchingOptions,
+    CostModel,
+    Layout,
+    MicroBatchPlan,
+    plan_mini_batch,
+    read_lengths,
+    sample_lengths,
+    verl_cost_model,
+)
+from megatron_batching.plan.items import contiguous_owners
+from megatron_batching.plan.predict import make_schedule
+from megatron_batching.schedules import simulate_many
+from megatron_batching.version import __version__
+
+CAPS = {
+    "azure_code": 16384,
+    "azure_conv": 16384,
+    "deepseek_r1": 49152,
+    "sft_chat": 16384,
+    "rl_capped": 32768,
+}
+PIPELINES = tuple(product((2, 4, 8, 16), (1, 2, 4)))  # pp, vpp
+DP = (1, 8, 64)
+SAMPLES = (16, 32, 64, 128)  # per replica
+PATH_SHARE = 0.999  # of the lower bound; from there the longest sample sets it
+SPEED_CASES: tuple[tuple[str, int, int, dict[str, int]], ...] = (
+    # distribution, samples, cap, layout
+    *(("azure_code", n, 16384, {"pp": 8, "vpp": 2}) for n in (32, 64, 128, 256, 512, 1024, 2048)),
+    ("azure_conv", 512, 16384, {"pp": 8, "vpp": 2}),
+    ("deepseek_r1", 512, 49152, {"pp": 8, "vpp": 2}),
+    ("azure_code", 8192, 35000, {"pp": 8}),
+    *(
+        ("azure_code", 128 * dp, 16384, {"pp": 16, "vpp": 4, "dp": dp})
+        for dp in (1, 4, 16, 64, 256, 1024)
+    ),
+)
+SPEED_REPEATS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison."""
+
+    trace: str
+    layout: Layout
+    samples_per_replica: int
+    speed_up: float | None
+    efficiency: float
+    path_bound: bool
+    planning_s: float
+
+
+def peer_step_time(
+    lengths: Sequence[int], layout: Layout, cap: int, model: CostModel
+) -> float | None:
+    """Slowest replica's simulated step with verl's micro-batches; None where verl raises."""
+    owners = np.array(contiguous_owners(len(lengths), layout.dp))
+    values = np.array(lengths)
+    shares = [tuple(values[owners == rank].tolist()) for rank in range(layout.dp)]
+    divisor = layout.pp if layout.vpp > 1 else None
+    count = 1
+    while True:
+        try:
+            cut = [_verl_cut(share, cap, count, divisor) for share in shares]
+        except (ValueError, AssertionError):
+            return None
+        counts = [len(micro_batches) for micro_batches in cut]
+        if min(counts) == max(counts):
+            break
+        count = max(counts)
+    features = np.array(
+        [
+            [(1.0, sum(held), sum(s * s for s in held)) for held in micro_batches]
+            for micro_batches in cut
+        ]
+    )
+    group = layout.pp if layout.vpp > 1 else None
+    schedule = make_schedule(layout, group, features.shape[1])
+    return float(simulate_many(schedule, *model.times(features)).max())
+
+
+@cache
+def _verl_cut(share: tuple[int, ...], cap: int, least: int, divisor: int | None) -> list[list[int]]:
+    """verl's micro-batches of one replica, as lengths, in its order."""
+    import torch
+    from tensordict import TensorDict
+    from verl.utils.seqlen_balancing import rearrange_micro_batches
+
+    sequences = [torch.zeros(length, dtype=torch.int8) for length in share]
+    nested = torch.nested.as_nested_tensor(sequences, layout=torch.jagged)
+    batch = TensorDict({"input_ids": nested}, batch_size=[len(share)])
+    _, rows = rearrange_micro_batches(
+        batch, max_token_len=cap, min_num_micro_batch=least, num_batches_divided_by=divisor
+    )
+    return [[share[row] for row in held] for held in rows]
+
+
+def compare(
+    name: str, lengths: list[int], layout: Layout, cap: int, samples: int, peer: str
+) -> Case:
+    """Plan one mini-batch both ways."""
+    model = verl_cost_model(layout)
+    options = BatchingOptions(max_tokens_per_micro_batch=cap)
+    plan = plan_mini_batch(lengths, layout, options, model)
+    if peer == "verl":
+        other = peer_step_time(lengths, layout, cap, model)
+    else:
+        wanted = replace(options, method="baseline")
+        other = plan_mini_batch(lengths, layout, wanted, model).predicted.step_time
+    longest = float(max(lengths))
+    path = float(model.load(np.array([1.0, longest, longest**2])))
+    return Case(
+        trace=name,
+        layout=layout,
+        samples_per_replica=samples,
+        speed_up=None if other is None else other / plan.predicted.step_time,
+        efficiency=plan.predicted.efficiency,
+        path_bound=path >= PATH_SHARE * plan.predicted.lower_bound,
+        planning_s=plan.planning_seconds,
+    )
+
+
+def run(traces: dict[str, tuple[list[int] | None, int]], peer: str, quick: bool) -> list[Case]:
+    """All cases. traces: name to (lengths to draw from, None for built-in; cap)."""
+    pipelines = ((4, 1), (4, 2)) if quick else PIPELINES
+    sizes = product((1, 8) if quick else DP, (32,) if quick else SAMPLES)
+    cases = []
+    for (dp, samples), (name, (pool, cap)) in product(tuple(sizes), traces.items()):
+        number = dp * samples
+        if pool is None:
+            lengths = sample_lengths(name, number, seed=number)
+        else:
+            rng = np.random.Generator(np.random.PCG64(number))
+            lengths = rng.choice(pool, number, replace=number > len(pool)).tolist()
+        for pp, vpp in pipelines:
+            layout = Layout(pp=pp, vpp=vpp, dp=dp)
+            cases.append(compare(name, lengths, layout, cap, samples, peer))
+        _verl_cut.cache_clear()
+        print(f"dp {dp}, {samples} samples a replica, {name}: done", flush=True)
+    return cases
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Geometric mean; None of nothing."""
+    return math.exp(statistics.fmean(map(math.log, values))) if values else None
+
+
+def summarize(cases: list[Case]) -> list[dict[str, Any]]:
+    """Rows by dp, by pp and vpp, and by trace."""
+    groups: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        groups[f"dp {case.layout.dp}"].append(case)
+    for case in cases:
+        if case.layout.dp >= 8:
+            groups["dp >= 8"].append(case)
+    for case in cases:
+        groups[f"pp {case.layout.pp} vpp {case.layout.vpp}"].append(case)
+    for case in cases:
+        groups[case.trace].append(case)
+    rows = []
+    for name, held in groups.items():
+        speed_ups = [c.speed_up for c in held if c.speed_up is not None]
+        rows.append(
+            {
+                "cases": name,
+                "number": len(held),
+                "peer_raised": len(held) - len(speed_ups),
+                "speed_up": mean(speed_ups),
+                "least_speed_up": min(speed_ups, default=None),
+                "efficiency": mean([c.efficiency for c in held if not c.path_bound]),
+                "efficiency_path_bound": mean([c.efficiency for c in held if c.path_bound]),
+                "path_bound": sum(c.path_bound for c in held),
+                "planning_ms": statistics.median(c.planning_s for c in held) * 1e3,
+            }
+        )
+    return rows
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """A Markdown table."""
+    print("| " + " | ".join(name.replace("_", " ") for name in rows[0]) + " |")
+    print("|---" * len(rows[0]) + "|")
+    for row in rows:
+        cells = (
+            "-" if v is None else f"{v:.3f}" if isinstance(v, float) else str(v)
+            for v in row.values()
+        )
+        print("| " + " | ".join(cells) + " |")
+
+
+def measure_speed() -> list[dict[str, Any]]:
+    """Planning time, first call and median of the next ones, and peak memory so far."""
+    rows = []
+    for name, number, cap, sizes in SPEED_CASES:
+        layout = Layout(**sizes)
+        lengths = sample_lengths(name, number, seed=1)
+        options = BatchingOptions(max_tokens_per_micro_batch=cap)
+        plans: list[MicroBatchPlan] = []
+        seconds = []
+        for _ in range(SPEED_REPEATS + 1):
+            started = time.perf_counter()
+            plans.append(plan_mini_batch(lengths, layout, options, verl_cost_model(layout)))
+            seconds.append(time.perf_counter() - started)
+        counts = [replica.num_micro_batches for replica in plans[-1].replicas]
+        rows.append(
+            {
+                "trace": name,
+                "samples": number,
+                "layout": " ".join(f"{k} {v}" for k, v in sizes.items()),
+                "micro_batches": max(counts),
+                "efficiency": plans[-1].predicted.efficiency,
+                "first_ms": seconds[0] * 1e3,
+                "median_ms": statistics.median(seconds[1:]) * 1e3,
+                "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            }
+        )
+        print(f"{name} {number} {sizes}: done", flush=True)
+    return rows
+
+
+def versions() -> dict[str, str]:
+    """What ran where."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"megatron-batching": __version__, "numpy": np.__version__}
+    try:
+        found["verl"] = version("verl")
+    except PackageNotFoundError:
+        found["verl"] = "none"
+    return found | {
+        "python": platform.python_version(),
+        "cores": str(os.cpu_count()),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def main() -> None:
+    """Parse options, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="a few layouts only")
+    parser.add_argument("--peer", choices=("verl", "baseline"), default="verl")
+    parser.add_argument("--trace", action="append", default=[], metavar="FILE:CAP")
+    parser.add_argument("--speed", action="store_true", help="measure planning time instead")
+    arguments = parser.parse_args()
+    if arguments.speed:
+        rows = measure_speed()
+    else:
+        traces: dict[str, tuple[list[int] | None, int]] = {n: (None, c) for n, c in CAPS.items()}
+        for text in arguments.trace:
+            path, _, cap = text.rpartition(":")
+            if not path or not cap.isdigit():
+                parser.error(f"--trace {text!r} must be FILE:CAP, such as lengths.csv:16384")
+            try:
+                lengths = read_lengths(path)
+            except ValueError as error:
+                parser.error(str(error))
+            traces[os.path.splitext(os.path.basename(path))[0] + " (file)"] = lengths, int(cap)
+        try:
+            rows = summarize(run(traces, arguments.peer, arguments.quick))
+        except ModuleNotFoundError as error:
+            parser.error(
+                f"{error.name} is missing: pip install 'megatron-batching[verl]', or pass "
+                "--peer baseline"
+            )
+    print_rows(rows)
+    print(json.dumps({"benchmark": "planning", "versions": versions(), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
