@@ -10,6 +10,7 @@ from megatron_batching.plan.cost import (
     uniform_cost_model,
     verl_cost_model,
 )
+from megatron_batching.plan.flops import transformer_cost_model
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.lengths import QUANTILES, parse_lengths, read_lengths, sample_lengths
 from megatron_batching.plan.micro_batch_plan import (
@@ -36,6 +37,7 @@ __all__ = [
     "plan_mini_batch",
     "read_lengths",
     "sample_lengths",
+    "transformer_cost_model",
     "uniform_cost_model",
     "verl_cost_model",
 ]

@@ -1,0 +1,186 @@
+"""A cost model from a model's sizes: floating-point operations of each virtual stage.
+
+Counted are the matrix products, which are nearly all of the time of a large transformer: the
+projections and MLP (2 FLOP a parameter and token), attention scores and values over causal pairs,
+the router, the LM head on the last stage. Two things are not FLOP but take time, and are
+charged as the FLOP that the accelerator could do meanwhile: reading a stage's weights once a
+micro-batch, and copying embeddings on the first stage. Left out: norms, dropout, softmax,
+communication inside a layer, kernels slower than peak. `megatron_batching calibrate` measures
+those; ratios between stages and lengths, which decide a plan, are mostly right without.
+
+Sources: Narayanan et al. 2021 (arXiv 2104.04473), equation 2, for the dense counts, with causal
+attention halved; Korthikanti et al. 2022 (arXiv 2205.05198) for recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_batching.plan.cost import BACKWARD_OVER_FORWARD, OVERHEAD_TOKENS, CostModel
+from megatron_batching.plan.layout import Layout, check_positive
+
+EMBEDDING_BYTES = 4.0  # a value read and written, bf16
+FLOP_PER_BYTE = 295.0  # peak FLOP over memory bytes of an H100 SXM, as in OVERHEAD_TOKENS
+
+
+def transformer_cost_model(
+    config: Any,
+    layout: Layout,
+    *,
+    vocab_size: int,
+    layers_per_stage: Sequence[int] | None = None,
+    flops_per_second: float | None = None,
+) -> CostModel:
+    """Costs of a GPT built from a Megatron-Core `TransformerConfig`.
+
+    Args:
+        config: a TransformerConfig, or any object with its attribute names; read are num_layers,
+            hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels,
+            gated_linear_unit, num_moe_experts and the other moe_ sizes, recompute_granularity,
+            recompute_method, recompute_num_layers, expert_model_parallel_size, and how layers are
+            split (num_layers_in_first_pipeline_stage, account_for_loss_in_pipeline_split, ...).
+        layout: pp, vpp, tp and cp; work is shared by tp x cp ranks.
+        vocab_size: rows of the LM head.
+        layers_per_stage: [S] layers of each virtual stage, when the config alone does not tell.
+        flops_per_second: achieved by one GPU; gives times in seconds instead of FLOP.
+
+    Raises:
+        ValueError: layers do not divide among the stages.
+
+    >>> from types import SimpleNamespace
+    >>> config = SimpleNamespace(num_layers=4, hidden_size=64, num_attention_heads=4)
+    >>> model = transformer_cost_model(config, Layout(pp=2), vocab_size=1000)
+    >>> model.forward[:, 2].tolist()  # FLOP per causal pair: 2 layers x 2 x 64
+    [256.0, 256.0]
+    >>> bool(model.forward[1, 1] > model.forward[0, 1])  # the LM head
+    True
+    """
+    check_positive("vocab_size", vocab_size)
+    layers = _stage_layers(config, layout, layers_per_stage)
+    hidden = config.hidden_size
+    projected = _value(config, "kv_channels", hidden // config.num_attention_heads)
+    projected *= config.num_attention_heads
+    forward = np.zeros((layout.num_virtual_stages, 3))
+    recompute = np.zeros_like(forward)
+    first = 0
+    for stage, count in enumerate(layers):
+        rows = np.array(
+            [_layer(config, index, projected) for index in range(first, first + count)]
+        ).reshape(count, 3)
+        forward[stage] = rows.sum(0)
+        recompute[stage] = _recomputed(config, rows)
+        first += count
+    backward = BACKWARD_OVER_FORWARD * forward + recompute
+    head = 2.0 * hidden * vocab_size
+    forward[-1] += [OVERHEAD_TOKENS * head, head, 0.0]
+    backward[-1] += BACKWARD_OVER_FORWARD * np.array([OVERHEAD_TOKENS * head, head, 0.0])
+    copied = EMBEDDING_BYTES * FLOP_PER_BYTE * hidden
+    forward[0, 1] += copied
+    backward[0, 1] += copied
+    scale = layout.tp * layout.cp * (flops_per_second or 1.0)
+    # cp shares the tokens of a micro-batch, but each of its ranks reads all weights.
+    shares = np.array([layout.cp, 1.0, 1.0]) / scale
+    return CostModel(
+        forward=forward * shares,
+        backward=backward * shares,
+        unit="s" if flops_per_second else "FLOP",
+    )
+
+
+def _layer(config: Any, index: int, projected: int) -> tuple[float, float, float]:
+    """Forward FLOP of one layer: per micro-batch, token and pair."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    groups = _value(config, "num_query_groups", heads)
+    attention = hidden * projected * (2 + 2 * groups / heads)
+    matrices = 3 if _value(config, "gated_linear_unit", False) else 2
+    if not _is_moe(config, index):
+        used = stored = matrices * hidden * _value(config, "ffn_hidden_size", 4 * hidden)
+    else:
+        experts = config.num_moe_experts
+        ffn = _value(config, "ffn_hidden_size", 4 * hidden)
+        expert = matrices * hidden * _value(config, "moe_ffn_hidden_size", ffn)
+        shared = matrices * hidden * _value(config, "moe_shared_expert_intermediate_size", 0)
+        used = _value(config, "moe_router_topk", 2) * expert + shared + hidden * experts
+        local = experts / _value(config, "expert_model_parallel_size", 1)
+        stored = local * expert + shared + hidden * experts
+    per_token = 2.0 * (attention + used)
+    return OVERHEAD_TOKENS * 2.0 * (attention + stored), per_token, 2.0 * projected
+
+
+def _is_moe(config: Any, index: int) -> bool:
+    if not _value(config, "num_moe_experts", None):
+        return False
+    pattern = _value(config, "moe_layer_freq", 1)
+    return index % pattern == 0 if isinstance(pattern, int) else bool(pattern[index])
+
+
+def _recomputed(config: Any, rows: np.ndarray) -> np.ndarray:
+    """[3] forward FLOP that the backward of a stage does again; rows: [layers, 3]."""
+    granularity = _value(config, "recompute_granularity", None)
+    if granularity == "selective":
+        modules = _value(config, "recompute_modules", ["core_attn"])
+        return rows.sum(0) * [0.0, 0.0, 1.0] if "core_attn" in modules else 0 * rows.sum(0)
+    if granularity != "full":
+        return np.zeros(3)
+    if _value(config, "recompute_method", "uniform") == "block":
+        return rows[: _value(config, "recompute_num_layers", len(rows))].sum(0)
+    return rows.sum(0)
+
+
+def _stage_layers(config: Any, layout: Layout, given: Sequence[int] | None) -> list[int]:
+    num_stages, num_layers = layout.num_virtual_stages, config.num_layers
+    if given is not None:
+        if len(given) != num_stages or sum(given) != num_layers:
+            raise ValueError(
+                f"layers_per_stage={list(given)} must be {num_stages} numbers that add up to "
+                f"num_layers={num_layers}"
+            )
+        return list(given)
+    edges = [
+        _value(config, f"num_layers_in_{end}_pipeline_stage", None) for end in ("first", "last")
+    ]
+    if edges != [None, None]:
+        return _edged(edges, layout, num_layers)
+    extra = [
+        int(_value(config, f"account_for_{end}_in_pipeline_split", False))
+        for end in ("embedding", "loss")
+    ]
+    each, rest = divmod(num_layers + sum(extra), num_stages)
+    if rest:
+        raise _uneven(num_layers, num_stages)
+    layers = [each] * num_stages
+    layers[0] -= extra[0]
+    layers[-1] -= extra[1]
+    return layers
+
+
+def _edged(edges: list[int | None], layout: Layout, num_layers: int) -> list[int]:
+    """Ranks with their own number of layers first or last, the others alike."""
+    set_here = [edge for edge in edges if edge is not None]
+    others = layout.pp - len(set_here)
+    left = num_layers - sum(set_here)
+    if left and (others < 1 or left % others):
+        raise _uneven(num_layers, layout.num_virtual_stages)
+    ranks = [left // others if others else 0] * layout.pp
+    if edges[0] is not None:
+        ranks[0] = edges[0]
+    if edges[1] is not None:
+        ranks[-1] = edges[1]
+    if any(count % layout.vpp for count in ranks):
+        raise _uneven(num_layers, layout.num_virtual_stages)
+    return [count // layout.vpp for count in ranks] * layout.vpp
+
+
+def _uneven(num_layers: int, num_stages: int) -> ValueError:
+    return ValueError(
+        f"num_layers={num_layers} does not divide among {num_stages} virtual stages: pass "
+        "layers_per_stage"
+    )
+
+
+def _value(config: Any, name: str, default: Any) -> Any:
+    value = getattr(config, name, None)
+    return default if value is None else value

@@ -1,0 +1,113 @@
+"""FLOP counts of a cost model against counts done by hand, and the real TransformerConfig.
+
+Run: pytest tests/test_plan_flops.py
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_batching.plan import Layout, transformer_cost_model
+from megatron_batching.plan.cost import OVERHEAD_TOKENS
+
+VOCAB = 1000
+
+
+def config(**more):
+    return SimpleNamespace(**{"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, **more})
+
+
+def coefficients(layout=Layout(pp=2, vpp=2), **more):
+    return transformer_cost_model(config(**more), layout, vocab_size=VOCAB)
+
+
+def test_dense_layers_are_twelve_hidden_squared_parameters():
+    model = coefficients()
+    layers = 2 * 2 * 12 * 64**2  # 2 layers a virtual stage, 2 FLOP a parameter
+    assert model.forward[1].tolist() == [OVERHEAD_TOKENS * layers, layers, 2 * 2 * 64]
+    assert model.backward[1].tolist() == (2 * model.forward[1]).tolist()
+    assert model.forward[3, 1] == layers + 2 * 64 * VOCAB
+    assert layers < model.forward[0, 1] < 2 * layers
+
+
+def test_parallel_ranks_share_the_work():
+    one, four = coefficients(), coefficients(Layout(pp=2, vpp=2, tp=2, cp=2))
+    assert np.allclose(one.forward[:, 1:], 4 * four.forward[:, 1:])
+    assert np.allclose(one.forward[:, 0], 2 * four.forward[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("more", "backward_over_forward"),
+    [
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, [3, 3, 3]),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, [2, 2, 3]),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, [2, 2, 2]),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 1,
+            },
+            [2.5, 2.5, 2.5],
+        ),
+    ],
+)
+def test_recompute_lengthens_backward(more, backward_over_forward):
+    model = coefficients(**more)
+    assert np.allclose(model.backward[1] / model.forward[1], backward_over_forward)
+
+
+def test_experts_count_as_used_and_are_read_as_stored():
+    dense = coefficients(ffn_hidden_size=128)
+    moe = coefficients(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=64)
+    router = 2 * 2 * 64 * 8
+    assert moe.forward[1, 1] == dense.forward[1, 1] + router
+    assert moe.forward[1, 0] > dense.forward[1, 0]
+
+
+@pytest.mark.parametrize(
+    ("more", "layers"),
+    [
+        ({"num_layers_in_first_pipeline_stage": 2, "num_layers": 8}, [1, 3, 1, 3]),
+        ({"num_layers_in_last_pipeline_stage": 2, "num_layers": 8}, [3, 1, 3, 1]),
+        ({"account_for_loss_in_pipeline_split": True, "num_layers": 7}, [2, 2, 2, 1]),
+        (
+            {
+                "account_for_loss_in_pipeline_split": True,
+                "account_for_embedding_in_pipeline_split": True,
+                "num_layers": 6,
+            },
+            [1, 2, 2, 1],
+        ),
+    ],
+)
+def test_layers_are_split_as_megatron_does(more, layers):
+    assert (coefficients(**more).forward[:, 2] / (2 * 64)).tolist() == layers
+
+
+def test_layers_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="num_layers=7 does not divide among 4"):
+        coefficients(num_layers=7)
+    with pytest.raises(ValueError, match="must be 4 numbers that add up to num_layers=8"):
+        transformer_cost_model(
+            config(), Layout(pp=2, vpp=2), vocab_size=VOCAB, layers_per_stage=[8]
+        )
+
+
+def test_seconds():
+    model = transformer_cost_model(
+        config(), Layout(pp=2, vpp=2), vocab_size=VOCAB, flops_per_second=1e12
+    )
+    assert model.unit == "s"
+    assert np.allclose(model.forward * 1e12, coefficients().forward)
+
+
+def test_real_transformer_config():
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    real = TransformerConfig(num_layers=8, hidden_size=64, num_attention_heads=4)
+    model = transformer_cost_model(real, Layout(pp=2, vpp=2), vocab_size=VOCAB)
+    assert model == coefficients()
