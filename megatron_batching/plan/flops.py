@@ -5,7 +5,7 @@ projections and MLP (2 FLOP a parameter and token), attention scores and values 
 the router, the LM head on the last stage. Two things are not FLOP but take time, and are
 charged as the FLOP that the accelerator could do meanwhile: reading a stage's weights once a
 micro-batch, and copying embeddings on the first stage. Left out: norms, dropout, softmax,
-communication inside a layer, kernels slower than peak. `megatron_batching calibrate` measures
+communication inside a layer, kernels slower than peak. `megatron-batching calibrate` measures
 those; ratios between stages and lengths, which decide a plan, are mostly right without.
 
 Sources: Narayanan et al. 2021 (arXiv 2104.04473), equation 2, for the dense counts, with causal
