@@ -37,16 +37,22 @@ def run_on_rank(arguments: dict[str, Any], planned: bool, seconds: float) -> tup
     """Ops that this rank ran, and the end of its last one; called in a worker process."""
     import torch.distributed as dist
 
-    from megatron_batching.bench.paced import build_paced_model, run_case
+    from megatron_batching.bench.paced_model import (
+        PacedStep,
+        build_paced_model,
+        run_paced_step,
+    )
     from megatron_batching.megatron.parallel import initialize
     from megatron_batching.plan import Layout
 
     case = make_case(arguments, planned, seconds)
     layout = Layout(pp=arguments["pp"], vpp=arguments.get("vpp", 1))
     model = build_paced_model(initialize(layout, device="cpu"))
+    shapes = [(1, 5 + 3 * i) for i in range(case.schedule.num_micro_batches)]
+    step = PacedStep(schedule=case.schedule, times=case.times, shapes=shapes)
     dist.barrier()
-    events = run_case(model, case)
-    return format_ops(tuple(model.chunks[0].ran)), max(event.end_s for event in events)
+    result = run_paced_step(model, step, planned_shapes=planned)
+    return format_ops(result.ran), max(event.end_s for event in result.events)
 
 
 def make_case(arguments: dict[str, Any], planned: bool, seconds: float) -> Any:
@@ -86,3 +92,20 @@ def test_real_step_takes_the_simulated_time(pools: Any, planned: bool) -> None:
     free = simulate(case.schedule, case.times).step_time
     assert 0.99 * predicted < measured < 1.4 * predicted
     assert planned or predicted > 1.05 * free
+
+
+def test_benchmark_covers_what_it_should() -> None:
+    from megatron_batching.bench.paced import LAYOUTS, count_ranked, make_cases
+
+    cases = [case for layout in LAYOUTS for case in make_cases(*layout)]
+    schedules = [case.schedule for case in cases]
+    assert len(cases) >= 40
+    assert {(s.pp, s.vpp) for s in schedules} == {(p, v) for p in (2, 4, 8) for v in (1, 2, 4)}
+    assert all(4 <= s.num_micro_batches <= 32 for s in schedules)
+    assert any(s.group not in (None, s.pp) for s in schedules)
+    assert any(s.group and s.num_micro_batches % s.group for s in schedules)
+    plans = [
+        {"pp": 2, "vpp": 1, "predicted_s": predicted, "measured_s": measured}
+        for predicted, measured in ((1.0, 1.1), (1.01, 1.0), (2.0, 2.1), (3.0, 2.0))
+    ]
+    assert count_ranked(plans) == (4, 5)  # 1.0 and 1.01 are too close, 2.0 and 3.0 swapped
