@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +19,11 @@ from megatron_batching.bench.paced_model import (
     expected,
     run_paced_step,
 )
+from megatron_batching.data import synthetic_mini_batch
+from megatron_batching.engine.pipeline import PipelineEngine
+from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
 from megatron_batching.megatron.parallel import Placement, initialize
-from megatron_batching.plan import Layout
+from megatron_batching.plan import BatchingOptions, Layout
 
 COMMUNICATION = {
     "overlap": {"overlap_p2p_comm": True, "batch_p2p_comm": False},
@@ -206,3 +212,113 @@ def without_communicator() -> list[str]:
         schedule.accepts_communicator = original
         logger.removeHandler(handler)
     return lines
+
+
+MODEL = ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=64)
+# With eps far above any gradient, Adam's step is the gradient itself and hides nothing.
+PLAIN_ADAM = {"adam_eps": 1.0}
+
+
+def train(
+    layout: dict[str, int],
+    lengths: tuple[int, ...],
+    *,
+    model: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+    steps: int = 2,
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses and gradient norms of some steps, and this rank's parameters after them."""
+    placement = initialize(Layout(**layout), device="cpu")
+    trained = PipelineEngine(
+        model=replace(MODEL, **(model or {})),
+        placement=placement,
+        batching=BatchingOptions(max_tokens_per_micro_batch=80),
+        optimizer=OptimizerSettings(
+            lr=0.5, clip_grad=0.0, megatron={**PLAIN_ADAM, **(optimizer or {})}
+        ),
+        **(engine or {}),
+    )
+    mini_batch = synthetic_mini_batch(lengths, vocab_size=MODEL.vocab_size, seed=1)
+    reports = [trained.train_batch(mini_batch) for _ in range(steps)]
+    for chunk in trained.model.chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+    parameters = {n: p.detach().float().clone() for n, p in trained.model.named_parameters()}
+    return [r.loss for r in reports], [float(r.grad_norm or 0.0) for r in reports], parameters
+
+
+@functools.lru_cache(maxsize=4)
+def _baseline(layout: tuple[tuple[str, int], ...], lengths: tuple[int, ...], precision: str) -> Any:
+    """What training without any option gives, and how far it moves the model."""
+    model = {"precision": precision}
+    _, _, start = train(dict(layout), lengths, model=model, steps=0)
+    losses, norms, parameters = train(dict(layout), lengths, model=model)
+    moved = max((parameters[n] - start[n]).abs().max().item() for n in parameters)
+    assert moved > 0
+    return losses, norms, parameters, moved
+
+
+def option_difference(
+    layout: dict[str, int],
+    lengths: tuple[int, ...],
+    *,
+    base_precision: str = "fp32",
+    **option: Any,
+) -> float:
+    """The worst difference that an option makes to loss, norm or any trained parameter.
+
+    Parameters count relative to how far training moved the model, norms and losses to themselves.
+    """
+    losses, norms, parameters, moved = _baseline(tuple(layout.items()), lengths, base_precision)
+    other_losses, other_norms, other = train(layout, lengths, **option)
+    assert parameters.keys() == other.keys()
+    differences = [(parameters[n] - other[n]).abs().max().item() / moved for n in parameters]
+    for ours, theirs in ((losses, other_losses), (norms, other_norms)):
+        differences += [abs(a / b - 1.0) for a, b in zip(ours, theirs, strict=True)]
+    return max(differences)
+
+
+def widths_that_ran(shape_buckets: int | None) -> list[int]:
+    """Width of every micro-batch that reached the first chunk."""
+    placement = initialize(Layout(pp=2, vpp=2), device="cpu")
+    engine = PipelineEngine(
+        model=MODEL,
+        placement=placement,
+        batching=BatchingOptions(max_tokens_per_micro_batch=80, align=8),
+        shape_buckets=shape_buckets,
+    )
+    widths: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        widths.append(kwargs["input_ids"].shape[1])
+
+    engine.model.chunks[0].register_forward_pre_hook(note, with_kwargs=True)
+    lengths = [5 + 7 * i % 61 for i in range(40)]
+    engine.forward_backward_batch(synthetic_mini_batch(lengths, vocab_size=64, seed=1))
+    return widths
+
+
+def peak_bytes(num_micro_batches: int, forward_only: bool) -> int:
+    """Most tensor bytes alive at once during one step of equal micro-batches, on this rank.
+
+    Counted by the profiler, which sees each allocation and each release of torch's allocator.
+    """
+    placement = initialize(Layout(pp=2), device="cpu")
+    engine = PipelineEngine(
+        model=replace(MODEL, hidden_size=64),
+        placement=placement,
+        batching=BatchingOptions(micro_batch_size=1),
+    )
+    mini_batch = synthetic_mini_batch([128] * num_micro_batches, vocab_size=64, seed=1)
+    plan = engine.plan(mini_batch)
+    run = engine.infer_batch if forward_only else engine.forward_backward_batch
+    run(mini_batch, plan=plan)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        run(mini_batch, plan=plan)
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    assert len(changes) > num_micro_batches
+    return max(itertools.accumulate(nbytes for _, nbytes in changes))

@@ -1,8 +1,9 @@
 """Few distinct shapes: packed rows padded up to one of a handful of widths.
 
 CUDA graphs, compiled kernels and their caches want shapes that come again, and packed rows
-rarely have the same width twice. Here a row is padded up to the next of `count` widths, evenly spaced
-up to the token cap, so no row exceeds the cap and none grows by more than cap / count tokens.
+rarely have the same width twice. Here a row is padded up to the next of a few widths, evenly
+spaced up to the token cap, so no row exceeds the cap and none grows by more than cap / count
+tokens. Dummies keep the least legal width, and a sample over the cap that runs alone keeps its own.
 Plans fill their micro-batches nearly to the cap, so most rows take the widest and the padding is
 small. The alternative, powers of two, wastes up to half of a row just below the cap.
 """

@@ -1,9 +1,9 @@
 """Plans for the next mini-batch while this one runs.
 
-Planning takes from milliseconds to seconds of pure Python; in a thread it would take the interpreter's
-lock from the loop that launches kernels, so it runs in a process of its own. A plan is a pure
-function of the lengths, so every rank makes its own and all are equal; sending one rank's plan to
-the others would save processes and cost a collective.
+Planning takes from milliseconds to seconds of pure Python; in a thread it would take the
+interpreter's lock from the loop that launches kernels, so it runs in a process of its own. A plan
+is a pure function of the lengths, so every rank makes its own and all are equal; sending one
+rank's plan to the others would save processes and cost a collective.
 """
 
 from __future__ import annotations
