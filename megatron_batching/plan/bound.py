@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_batching.plan.cost import weigh
 from megatron_batching.plan.counts import count_range, legal_count, open_groups
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.options import BatchingOptions
@@ -24,7 +25,7 @@ def lower_bound(packer: Packer, layout: Layout, options: BatchingOptions) -> flo
     both = model.forward + backward_coefficients
     single = packer.alone.copy()
     single[:, 0] = 1.0
-    path = float((single @ both.sum(0)).max())
+    path = float(weigh(single, both.sum(0)[None]).max())
 
     low, _ = count_range(options)
     count = min(legal_count(low, layout, group) for group in open_groups(layout))
@@ -34,7 +35,7 @@ def lower_bound(packer: Packer, layout: Layout, options: BatchingOptions) -> flo
     work = np.array([num_micro_batches, packer.items.tokens.sum(), packer.items.pairs.sum()])
     smallest = np.array([1.0, single[:, 1].min(), single[:, 2].min()])
     smallest[1:] = np.minimum(smallest[1:], [packer.dummy_tokens, packer.dummy_tokens**2])
-    forward, backward = model.forward @ smallest, backward_coefficients @ smallest
+    forward, backward = weigh(smallest, model.forward), weigh(smallest, backward_coefficients)
     # Rank r starts after the ranks before it in the first chunk. Backward ends on those again;
     # without backward, the last chunk's later ranks follow.
     head = np.concatenate([[0.0], np.cumsum(forward[: pp - 1])])
@@ -58,5 +59,5 @@ def work_bound(packer: Packer, shares: list[np.ndarray], pp: int) -> float:
 
 def _rank_work(both: np.ndarray, features: np.ndarray, pp: int) -> np.ndarray:
     """Time [..., pp] in which each rank computes for features [..., 3] in all."""
-    stages = features @ both.T
+    stages = weigh(features, both)
     return stages.reshape(*stages.shape[:-1], -1, pp).sum(axis=-2)

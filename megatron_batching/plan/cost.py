@@ -1,12 +1,11 @@
 """Cost models: the time of one micro-batch at each virtual stage.
 
 A micro-batch is three numbers, (1, tokens, token pairs), and a stage is three coefficients for
-forward and three for backward, so that the times of all micro-batches at all stages are one
-matrix product. That is enough for what decides a plan: a fixed overhead, layers linear in tokens,
-attention quadratic in each sample, an LM head on one stage, recompute. It leaves out what a
-linear form cannot say, such as kernels that run slower on short inputs beyond the fixed overhead.
-The alternative, a table of measured times, would be exact where it was measured and useless
-elsewhere.
+forward and three for backward; a time is the sum of their products. That is enough for what
+decides a plan: a fixed overhead, layers linear in tokens, attention quadratic in each sample, an
+LM head on one stage, recompute. It leaves out what a linear form cannot say, such as kernels that
+run slower on short inputs beyond the fixed overhead. The alternative, a table of measured times,
+would be exact where it was measured and useless elsewhere.
 
 Feature legend: packed, tokens = sum of padded lengths and pairs = sum of their squares; padded,
 tokens = rows x longest and pairs = rows x longest squared.
@@ -86,12 +85,12 @@ class CostModel:
 
     def times(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward time at each stage: features [..., 3] to two arrays [..., S]."""
-        return features @ self.forward.T, features @ self.backward.T
+        return weigh(features, self.forward), weigh(features, self.backward)
 
     def load(self, features: np.ndarray, forward_only: bool = False) -> np.ndarray:
         """Time on all stages together: features [..., 3] to [...]."""
         total = self.forward.sum(0) if forward_only else (self.forward + self.backward).sum(0)
-        return features @ total
+        return weigh(features, total[None])[..., 0]
 
     def check_layout(self, layout: Layout) -> None:
         """Raise ValueError unless the model has one row for each virtual stage of `layout`."""
@@ -120,6 +119,19 @@ class CostModel:
                 "it needs forward and backward, each [virtual stages][3], and may have unit"
             )
         return cls(**value)
+
+
+def weigh(features: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
+    """features [..., 3] times coefficients [S, 3], summed over the three: [..., S].
+
+    Not a matrix product: that may round differently on another processor, and ranks on different
+    machines have to get the same plan to the last bit.
+    """
+    total = features[..., :1] * coefficients[:, 0]
+    for k in range(1, NUM_FEATURES):
+        if coefficients[:, k].any():
+            total += features[..., k : k + 1] * coefficients[:, k]
+    return total
 
 
 def uniform_cost_model(
