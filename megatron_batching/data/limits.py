@@ -1,0 +1,54 @@
+"""Micro-batch limits in the words of verl's configs, checked: which of them counts, and where.
+
+Training and log-prob passes have limits of their own there (a pass without backward holds less
+memory), named `*_micro_batch_size_per_gpu` and `*_max_token_len_per_gpu`, with one switch
+`use_dynamic_bsz`. Whatever the switch turns off is ignored; without the switch, both given is a
+mistake that no default should settle.
+"""
+
+from __future__ import annotations
+
+
+def batching_limits(
+    *,
+    use_dynamic_bsz: bool | None = None,
+    max_token_len_per_gpu: int | None = None,
+    micro_batch_size_per_gpu: int | None = None,
+) -> dict[str, int]:
+    """The one limit that holds, as an argument of `BatchingOptions`.
+
+    Args:
+        use_dynamic_bsz: cut by tokens (true) or by samples (false); None lets the limit decide.
+        max_token_len_per_gpu: token cap per GPU; a replica with cp ranks takes cp times as many.
+        micro_batch_size_per_gpu: samples in a micro-batch.
+
+    Raises:
+        ValueError: the limit that the switch asks for is missing, or both are given without it.
+
+    >>> batching_limits(use_dynamic_bsz=True, max_token_len_per_gpu=16384)
+    {'max_tokens_per_gpu': 16384}
+    >>> batching_limits(use_dynamic_bsz=False, max_token_len_per_gpu=1, micro_batch_size_per_gpu=2)
+    {'micro_batch_size': 2}
+    """
+    given = (max_token_len_per_gpu is not None, micro_batch_size_per_gpu is not None)
+    if use_dynamic_bsz is None:
+        if all(given):
+            raise ValueError(
+                f"max_token_len_per_gpu={max_token_len_per_gpu} and micro_batch_size_per_gpu="
+                f"{micro_batch_size_per_gpu} are both given: the cap wins with use_dynamic_bsz="
+                "true, the size with use_dynamic_bsz=false; set the switch or drop one"
+            )
+        use_dynamic_bsz = given[0]
+    if use_dynamic_bsz:
+        if max_token_len_per_gpu is None:
+            raise ValueError(
+                "dynamic batching (use_dynamic_bsz=true) needs max_token_len_per_gpu, the token "
+                "cap of a micro-batch; give it, or set use_dynamic_bsz=false"
+            )
+        return {"max_tokens_per_gpu": int(max_token_len_per_gpu)}
+    if micro_batch_size_per_gpu is None:
+        raise ValueError(
+            "fixed batching (use_dynamic_bsz=false) needs micro_batch_size_per_gpu, the samples "
+            "in a micro-batch; give it, or set use_dynamic_bsz=true"
+        )
+    return {"micro_batch_size": int(micro_batch_size_per_gpu)}

@@ -1,0 +1,176 @@
+"""Mini-batches of which each replica holds a shard: agree, move samples, send outputs home.
+
+In reinforcement learning a replica receives its share of the rollout and nothing else. Everybody
+gathers the lengths (and what losses divide by), so everybody makes the same plan without
+another word. If the plan moves samples (`balance="replicas"`), those that leave are sent to where
+they run in one exchange, and whatever comes out of them is sent home in another, to lie where
+the sample came from. `balance="none"` moves nothing and exchanges nothing.
+
+Trade-off: samples are sent as they are, over the data-parallel group; every rank of a replica
+receives its own copy, as every rank had one. Sending only the plan's difference from a previous
+step would save little: samples are new in each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_batching.data.exchange import exchange, gather
+from megatron_batching.data.mini_batch import Sample
+from megatron_batching.loss.aggregation import Counts
+from megatron_batching.plan import MicroBatchPlan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """Which sample of the global mini-batch lies where; samples are numbered replica by replica.
+
+    >>> held = Holdings(counts=(2, 1), rank=1)
+    >>> held.owners, list(held.own)
+    ((0, 0, 1), [2])
+    """
+
+    counts: tuple[int, ...]
+    """Samples of each replica."""
+    rank: int
+    """This replica."""
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The replica that holds each sample, as `plan_mini_batch` takes it."""
+        return tuple(r for r, count in enumerate(self.counts) for _ in range(count))
+
+    @property
+    def own(self) -> range:
+        """Numbers of this replica's samples."""
+        start = sum(self.counts[: self.rank])
+        return range(start, start + self.counts[self.rank])
+
+
+def move_samples(
+    held: Sequence[T], holdings: Holdings, plan: MicroBatchPlan, group: dist.ProcessGroup | None
+) -> dict[int, T]:
+    """The samples that this replica runs, by number, wherever they lay before.
+
+    Args:
+        held: this replica's samples: any picklable objects, with tensors in them or not.
+        holdings: who holds what; the same on every rank.
+        plan: who runs what.
+        group: data-parallel group; None for a single replica.
+    """
+    runs_on = _runners(plan)
+    here = dict(zip(holdings.own, held, strict=True))
+    if plan.num_moved:
+        messages: list[dict[int, T]] = [{} for _ in holdings.counts]
+        for n, sample in here.items():
+            messages[runs_on[n]][n] = sample
+        here = {n: s for message in exchange(messages, group) for n, s in message.items()}
+    return dict(sorted(here.items()))
+
+
+def send_home(
+    outputs: Mapping[int, T], holdings: Holdings, plan: MicroBatchPlan, group: Any
+) -> list[T]:
+    """What came out of this replica's own samples, in the order in which it holds them.
+
+    Args:
+        outputs: by sample number, of the samples that ran here.
+        holdings: as for `move_samples`.
+        plan: as for `move_samples`.
+        group: as for `move_samples`; all its ranks must call this.
+    """
+    if plan.num_moved:
+        messages: list[dict[int, T]] = [{} for _ in holdings.counts]
+        for n, output in outputs.items():
+            messages[holdings.owners[n]][n] = output
+        outputs = {n: o for message in exchange(messages, group) for n, o in message.items()}
+    return [outputs[n] for n in holdings.own]
+
+
+def _runners(plan: MicroBatchPlan) -> dict[int, int]:
+    return {
+        n: replica.dp_rank
+        for replica in plan.replicas
+        for micro_batch in replica.micro_batches
+        for n in micro_batch.samples
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedMiniBatch:
+    """A mini-batch of which this process has one replica's samples; made by `shard_mini_batch`.
+
+    Answers like `MiniBatch`, except that `samples` holds only those that are here.
+
+    Attributes:
+        samples: by number in the global mini-batch.
+        lengths: of all samples.
+        tokens_per_sequence: mask sums of all samples.
+        holdings: which replica holds which sample.
+        group: data-parallel group.
+    """
+
+    samples: Mapping[int, Sample]
+    lengths: tuple[int, ...]
+    tokens_per_sequence: tuple[float, ...]
+    holdings: Holdings
+    group: dist.ProcessGroup | None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The replica that holds each sample."""
+        return self.holdings.owners
+
+    @property
+    def num_loss_tokens(self) -> float:
+        """Denominator of the token mean."""
+        return sum(self.tokens_per_sequence)
+
+    def counts(self) -> Counts:
+        """What losses and metrics divide by."""
+        return Counts(tokens_per_sequence=self.tokens_per_sequence)
+
+    def moved(self, plan: MicroBatchPlan) -> ShardedMiniBatch:
+        """The same mini-batch with the samples here that the plan runs here."""
+        held = [self.samples[n] for n in self.holdings.own]
+        samples = move_samples(held, self.holdings, plan, self.group)
+        return ShardedMiniBatch(
+            samples=samples,
+            lengths=self.lengths,
+            tokens_per_sequence=self.tokens_per_sequence,
+            holdings=self.holdings,
+            group=self.group,
+        )
+
+
+def shard_mini_batch(
+    samples: Sequence[Sample], group: dist.ProcessGroup | None
+) -> ShardedMiniBatch:
+    """Announce this replica's samples of the next optimizer step; all ranks of the group call it.
+
+    Args:
+        samples: this replica's; replicas may hold different numbers of them, or none.
+        group: data-parallel group; None for a single replica.
+    """
+    announced = gather([(len(s), s.num_loss_tokens) for s in samples], group)
+    holdings = Holdings(
+        counts=tuple(len(shard) for shard in announced),
+        rank=0 if group is None else dist.get_rank(group),
+    )
+    everyone = [sample for shard in announced for sample in shard]
+    return ShardedMiniBatch(
+        samples=dict(zip(holdings.own, samples, strict=True)),
+        lengths=tuple(length for length, _ in everyone),
+        tokens_per_sequence=tuple(tokens for _, tokens in everyone),
+        holdings=holdings,
+        group=group,
+    )

@@ -1,0 +1,88 @@
+"""The run core: one replica's part of a plan through Megatron's schedule.
+
+Both engines on Megatron come down to this: a plan says how many micro-batches there are, in which
+order and how large; a builder makes the tensors of one of them; a forward step turns these into
+an output and a loss. What the tensors look like and where the loss comes from is the caller's.
+Losses arrive as shares of the mini-batch's loss and leave scaled for what the schedule, DDP and
+`finalize_model_grads` undo; `megatron_batching.loss.scaling` states that contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from megatron_batching.data import MicroBatchFeed, batch_shape
+from megatron_batching.megatron.model import PipelineModel
+from megatron_batching.megatron.recorder import StepRecorder
+from megatron_batching.megatron.schedule import ForwardStep, run_schedule
+from megatron_batching.plan import MicroBatchPlan
+from megatron_batching.schedules import PipelineSchedule
+
+T = TypeVar("T")
+
+
+def replica_schedule(
+    plan: MicroBatchPlan, dp_rank: int, *, forward_only: bool = False
+) -> PipelineSchedule:
+    """The schedule that one replica runs."""
+    return PipelineSchedule(
+        pp=plan.layout.pp,
+        vpp=plan.layout.vpp,
+        num_micro_batches=plan.replicas[dp_rank].num_micro_batches,
+        group=plan.group,
+        forward_only=forward_only,
+    )
+
+
+def micro_batch_shapes(plan: MicroBatchPlan, dp_rank: int) -> list[tuple[int, int]]:
+    """(rows, width) of one replica's micro-batches, padding included, in execution order."""
+    packing, align = plan.options.packing, plan.options.alignment(plan.layout)
+    return [
+        batch_shape([plan.lengths[i] for i in m.samples], packing=packing, align=align)
+        for m in plan.replicas[dp_rank].micro_batches
+    ]
+
+
+def run_replica(
+    model: PipelineModel,
+    plan: MicroBatchPlan,
+    *,
+    build: Callable[[int], T],
+    forward_step: ForwardStep,
+    forward_only: bool = False,
+    planned_shapes: bool = True,
+    check_shapes: bool = False,
+    recorder: StepRecorder | None = None,
+) -> list[Any]:
+    """Run this rank's replica once.
+
+    Args:
+        model: this rank's chunks.
+        plan: of the whole mini-batch.
+        build: makes the tensors of micro-batch i of this replica; called once for each.
+        forward_step: Megatron's `forward_step_func`, given an iterator over what `build` made.
+        forward_only: leave the backward passes out.
+        planned_shapes: see `run_schedule`; the tensors must then have the planned shapes.
+        check_shapes: see `run_schedule`.
+        recorder: notes start and end of each op.
+
+    Returns:
+        What the loss function reported for each micro-batch, dummies included, in execution
+        order; empty on all but the last pipeline stage.
+    """
+    dp_rank = model.placement.dp_rank
+    schedule = replica_schedule(plan, dp_rank, forward_only=forward_only)
+    feed = MicroBatchFeed(
+        build, num_micro_batches=schedule.num_micro_batches, num_chunks=len(model.chunks)
+    )
+    return run_schedule(
+        model,
+        schedule,
+        forward_step=forward_step,
+        iterators=feed.iterators(),
+        shapes=micro_batch_shapes(plan, dp_rank),
+        planned_shapes=planned_shapes,
+        check_shapes=check_shapes,
+        timers=recorder,
+    )

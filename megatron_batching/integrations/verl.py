@@ -1,0 +1,326 @@
+"""The verl backend: verl's Megatron engines, with mini-batches planned and run by this package.
+
+Subclasses of verl's own engines replace one verb, `forward_backward_batch`: how a mini-batch is
+cut, in which order it runs, how outputs come back. Model, losses, forward step, optimizer,
+offloading, checkpoints, LoRA and weight export stay verl's. `VERL_ENGINE_VENDOR=megatron_batching`
+selects them; `strategy: megatron` in verl's configs stays as it is.
+
+A loss of verl's arrives multiplied by the number of replicas, as DDP will average: a micro-batch's
+share of the mini-batch's loss is that value / dp. verl's step scales it by the count of
+micro-batches, which here is each replica's own.
+
+What needs more of a micro-batch than its forward pass keeps verl's own path, and one warning says
+so: dynamic context parallelism, router replay, multi-token prediction, top-k distillation, and
+batches that are not jagged.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import verl
+from megatron.core import parallel_state
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead
+
+from megatron_batching.data import Holdings, batching_limits, move_samples, restore_order, send_home
+from megatron_batching.data.exchange import gather
+from megatron_batching.engine.run import run_replica
+from megatron_batching.integrations.verl_batch import (
+    RowFormat,
+    dummy_row,
+    join_outputs,
+    loss_tokens,
+    sequence_lengths,
+    split_outputs,
+)
+from megatron_batching.integrations.verl_metrics import join_metrics
+from megatron_batching.integrations.verl_settings import VerlSettings, load_settings
+from megatron_batching.megatron.model import PipelineModel, has_transformer_engine
+from megatron_batching.megatron.parallel import Placement
+from megatron_batching.plan import (
+    BatchingOptions,
+    Layout,
+    MicroBatchPlan,
+    load_cost_model,
+    plan_mini_batch,
+)
+
+VENDOR = "megatron_batching"
+VERL_VERSION = "0.9.1"
+DEVICES = ["cuda", "cpu"]
+
+_LOG = logging.getLogger(__name__)
+_IS_DUMMY = "megatron_batching_dummy"
+
+
+class PlannedBatches:
+    """What both engines add to verl's; mixed in ahead of them."""
+
+    # Of verl's engine.
+    engine_config: Any
+    model_config: Any
+    module: list[Any]
+    tf_config: Any
+    enable_routing_replay: bool
+
+    last_plan: MicroBatchPlan | None = None
+    """The plan of the last mini-batch, for logs and tests."""
+
+    @cached_property
+    def settings(self) -> VerlSettings:
+        """From the file that the environment names; read once."""
+        return load_settings()
+
+    def initialize(self) -> None:
+        """As verl, with the settings checked first: a wrong one fails before a model is built."""
+        self.__dict__.pop("settings", None)
+        _LOG.info("micro-batches are planned: %s", self.settings)
+        super().initialize()  # type: ignore[misc]
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """Run a mini-batch: gather lengths, plan, move samples, run, send outputs home.
+
+        Args:
+            data: this replica's samples, the same on each of its ranks.
+            loss_function: verl's; None for a pass that only infers.
+            forward_only: leave the backward passes out.
+
+        Returns:
+            As verl's engine: `model_output`, `loss` and `metrics` on the last stage, else {}.
+
+        Raises:
+            ValueError: the mini-batch cannot be planned; on every rank alike.
+        """
+        reason = self._why_verl(data)
+        if reason is not None:
+            warnings.warn(f"this batch runs on verl's own path: {reason}", stacklevel=2)
+            return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
+        group = self.get_data_parallel_group()  # type: ignore[attr-defined]
+        lengths, tokens = sequence_lengths(data), loss_tokens(data)
+        announced = gather((lengths, tokens), group)
+        holdings = Holdings(
+            counts=tuple(len(n) for n, _ in announced), rank=self._placement.dp_rank
+        )
+        all_lengths = [n for shard, _ in announced for n in shard]
+        all_tokens = [n for _, shard in announced for n in shard]
+        plan = self._plan(data, all_lengths, holdings, forward_only=forward_only)
+        self.last_plan = plan
+
+        common = {
+            "sp_size": self.engine_config.context_parallel_size,
+            "batch_num_tokens": _as_verl_counts(sum(all_tokens)),
+            "dp_size": len(holdings.counts),
+            "routed_num_tokens": sum(all_lengths),
+        }
+        if "global_batch_size" not in data:
+            common["global_batch_size"] = len(all_lengths)
+        tu.assign_non_tensor(data, **common)
+        rows_of = RowFormat(data)
+        held = rows_of.rows(data)
+        rows = move_samples(held, holdings, plan, group)
+        micro_batches = plan.replicas[holdings.rank].micro_batches
+
+        def build(i: int) -> TensorDict:
+            samples = micro_batches[i].samples
+            extra: dict[str, Any] = {"num_micro_batch": len(micro_batches)}
+            if not samples:
+                return rows_of.batch([dummy_row(held[0])], **extra, **{_IS_DUMMY: True})
+            if self._pads_to_longest:
+                extra["forced_max_seqlen"] = max(all_lengths)
+            return rows_of.batch([rows[n] for n in samples], **extra)
+
+        reported = run_replica(
+            self._pipeline_model,
+            plan,
+            build=build,
+            forward_step=partial(
+                self.forward_step,  # type: ignore[attr-defined]
+                logits_processor_func=loss_function,
+                postprocess_micro_batch_func=partial(
+                    self.postprocess_micro_batch_func,
+                    forward_only=forward_only,
+                    loss_function=loss_function,
+                ),
+            ),
+            forward_only=forward_only,
+            planned_shapes=self._shapes_are_known and self.settings.planned_shapes,
+            check_shapes=self.settings.check_shapes,
+        )
+        if not self._placement.is_last_stage:
+            return {}
+        outputs = restore_order(
+            [m.samples for m in micro_batches],
+            [split_outputs(r.get("model_output", {})) for r in reported],
+        )
+        reports = [
+            (sum(all_tokens[n] for n in m.samples), r["metrics"])
+            for m, r in zip(micro_batches, reported, strict=True)
+            if m.samples
+        ]
+        return {
+            "model_output": join_outputs(send_home(outputs, holdings, plan, group)),
+            "loss": [r["loss"] for r in reported],
+            "metrics": join_metrics(gather(reports, group)),
+        }
+
+    def postprocess_micro_batch_func(
+        self, output: Any, data: TensorDict, *args: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """As verl; a dummy gives a loss of zero that reaches every parameter, and no report."""
+        if not tu.get_non_tensor_data(data, key=_IS_DUMMY, default=False):
+            return super().postprocess_micro_batch_func(output, data, *args, **kwargs)  # type: ignore[misc]
+        outputs = self.prepare_model_outputs(output, data)  # type: ignore[attr-defined]
+        zero = sum(values.values().float().sum() for values in outputs.values()) * 0.0
+        report = {"loss": 0.0, "metrics": {}}
+        if self._is_per_token:
+            return zero, torch.zeros((), dtype=torch.int, device=zero.device), report
+        return zero, report
+
+    def _plan(
+        self,
+        data: TensorDict,
+        lengths: list[int],
+        holdings: Holdings,
+        *,
+        forward_only: bool,
+    ) -> MicroBatchPlan:
+        settings, config = self.settings, self.engine_config
+        layout = self._placement.layout
+
+        def given(name: str, default: Any = None) -> Any:
+            return tu.get_non_tensor_data(data, key=name, default=default)
+
+        limits = batching_limits(
+            use_dynamic_bsz=given("use_dynamic_bsz", True),
+            max_token_len_per_gpu=given("max_token_len_per_gpu"),
+            micro_batch_size_per_gpu=given("micro_batch_size_per_gpu"),
+        )
+        group_size = given("force_group_size", 1)
+        if "micro_batch_size" in limits:
+            limits["micro_batch_size"] *= group_size
+        # Both of verl's formats pad to this (sequence parallelism, halves of each cp share).
+        align = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+        options = BatchingOptions(
+            **limits,
+            packing="packed" if config.use_remove_padding else "padded",
+            align=align,
+            oversize=settings.oversize,
+            sample_groups=group_size if group_size > 1 else None,
+            balance=settings.balance,
+            min_num_micro_batches=settings.min_num_micro_batches,
+            max_num_micro_batches=settings.max_num_micro_batches,
+            same_count=config.expert_model_parallel_size > 1,
+            method=settings.method,
+            search_budget=settings.search_budget,
+            forward_only=forward_only,
+        )
+        return plan_mini_batch(
+            [max(lengths)] * len(lengths) if self._pads_to_longest else lengths,
+            layout,
+            options,
+            cost_model=load_cost_model(settings.cost, layout) if settings.cost else None,
+            owners=holdings.owners,
+        )
+
+    def _why_verl(self, data: TensorDict) -> str | None:
+        """Why a batch cannot be planned here, if so."""
+        if self.engine_config.dynamic_context_parallel:
+            return "dynamic_context_parallel cuts the batch itself"
+        if self.enable_routing_replay:
+            return "router replay records routes micro-batch by micro-batch"
+        if self.model_config.mtp.enable:
+            return "multi-token prediction reports its losses micro-batch by micro-batch"
+        if tu.get_non_tensor_data(data, key="distillation_use_topk", default=False):
+            return "top-k distillation reads the loss's inputs in the forward pass"
+        if not data["input_ids"].is_nested:
+            return "input_ids is not jagged"
+        return None
+
+    @property
+    def _is_per_token(self) -> bool:
+        return bool(self.tf_config.calculate_per_token_loss)
+
+    @property
+    def _pads_to_longest(self) -> bool:
+        """Whether verl pads every micro-batch to the longest sample of the mini-batch."""
+        config = self.engine_config
+        return config.pad_bshd_to_minibatch_max and not config.use_remove_padding
+
+    @property
+    def _shapes_are_known(self) -> bool:
+        """Whether tensors are as wide as planned: not with fp8's or buckets' own padding."""
+        buckets = self.engine_config.pad_to_length and self.engine_config.use_remove_padding
+        return not buckets and not getattr(self.tf_config, "fp8", None)
+
+    @cached_property
+    def _placement(self) -> Placement:
+        vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        layout = Layout(
+            pp=parallel_state.get_pipeline_model_parallel_world_size(),
+            vpp=vpp,
+            dp=parallel_state.get_data_parallel_world_size(),
+            tp=parallel_state.get_tensor_model_parallel_world_size(),
+            cp=parallel_state.get_context_parallel_world_size(),
+            group=self.settings.group if vpp > 1 else None,
+        )
+        return Placement(
+            layout=layout,
+            device=next(self.module[0].parameters()).device,
+            rank=torch.distributed.get_rank(),
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            cp_rank=parallel_state.get_context_parallel_rank(),
+        )
+
+    @property
+    def _pipeline_model(self) -> PipelineModel:
+        return PipelineModel(
+            config=self.tf_config,
+            chunks=self.module,
+            placement=self._placement,
+            uses_transformer_engine=has_transformer_engine(),
+        )
+
+
+class PlannedMegatronEngineWithLMHead(PlannedBatches, MegatronEngineWithLMHead):
+    """verl's language model on Megatron, planned."""
+
+
+class PlannedMegatronEngineWithValueHead(PlannedBatches, MegatronEngineWithValueHead):
+    """verl's critic on Megatron, planned."""
+
+
+def register() -> None:
+    """Enter the engines into verl's registry; doing it again changes nothing.
+
+    Raises:
+        RuntimeError: another version of verl is installed.
+    """
+    if verl.__version__ != VERL_VERSION:
+        raise RuntimeError(
+            f"verl {verl.__version__} is installed, this backend is written for {VERL_VERSION}; "
+            f"pip install verl=={VERL_VERSION}"
+        )
+    for model_type, engine in (
+        ("language_model", PlannedMegatronEngineWithLMHead),
+        ("value_model", PlannedMegatronEngineWithValueHead),
+    ):
+        known = EngineRegistry._engines.get(model_type, {}).get("megatron", {})
+        if (DEVICES[0], VENDOR) not in known:
+            EngineRegistry.register(model_type, "megatron", device=DEVICES, vendor=VENDOR)(engine)
+
+
+def _as_verl_counts(total: float) -> float | int:
+    """Whole numbers stay whole, as the sum of verl's integer masks does."""
+    return int(total) if float(total).is_integer() else total

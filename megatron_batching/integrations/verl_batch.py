@@ -1,0 +1,105 @@
+"""verl's TensorDicts as lists of rows and back: what cutting, moving and restoring needs.
+
+A row is a dict of one sample's fields: tensors without the batch dimension, or objects. Jagged
+fields are taken apart once for a mini-batch, not once for each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorData, NonTensorStack
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+
+Row = dict[str, Any]
+
+
+class RowFormat:
+    """How the rows of one TensorDict fit together again.
+
+    Args:
+        data: any of verl's batches: dense, jagged and object fields, and values without rows.
+    """
+
+    def __init__(self, data: TensorDict) -> None:
+        self._ragged = {
+            key: getattr(value, "_ragged_idx", value.dim() - 1)
+            for key, value in data.items()
+            if isinstance(value, Tensor) and value.is_nested
+        }
+        self._common = {
+            key: value
+            for key, value in data.items()
+            if not isinstance(value, Tensor | NonTensorStack)
+        }
+
+    def rows(self, data: TensorDict) -> list[Row]:
+        """Every sample of the batch on its own."""
+        columns = {
+            key: value.tolist() if isinstance(value, NonTensorStack) else value.unbind(0)
+            for key, value in data.items()
+            if key not in self._common
+        }
+        return [
+            {key: values[i] for key, values in columns.items()} for i in range(data.batch_size[0])
+        ]
+
+    def batch(self, rows: Sequence[Row], **common: Any) -> TensorDict:
+        """Samples side by side again, with the values without rows, and `common` on top."""
+        assert rows
+        columns: dict[str, Any] = {}
+        for key in rows[0]:
+            values = [row[key] for row in rows]
+            if key in self._ragged:
+                columns[key] = tu.nested_tensor_from_tensor_list(
+                    values, ragged_idx=self._ragged[key]
+                )
+            elif isinstance(values[0], Tensor):
+                columns[key] = torch.stack(values)
+            else:
+                columns[key] = NonTensorStack.from_list([NonTensorData(v) for v in values])
+        result = TensorDict({**columns, **self._common}, batch_size=[len(rows)])
+        return tu.assign_non_tensor(result, **common)
+
+
+def sequence_lengths(data: TensorDict) -> list[int]:
+    """Tokens of each sample, without padding."""
+    return data["input_ids"].offsets().diff().tolist()
+
+
+def loss_tokens(data: TensorDict) -> list[float]:
+    """Sum of each sample's loss mask."""
+    mask = data["loss_mask"]
+    return [float(m.sum()) for m in (mask.unbind() if mask.is_nested else mask)]
+
+
+def dummy_row(template: Row) -> Row:
+    """A sample of one token without loss, made from a real one; it only keeps a rank busy."""
+    row = {key: value for key, value in template.items() if key != "multi_modal_inputs"}
+    row["input_ids"] = template["input_ids"][:1]
+    if "position_ids" in template:
+        row["position_ids"] = template["position_ids"][..., :1]
+    mask = template["loss_mask"]
+    row["loss_mask"] = torch.zeros_like(
+        mask[:1] if len(mask) == len(template["input_ids"]) else mask
+    )
+    return row
+
+
+def split_outputs(outputs: Mapping[str, Tensor]) -> list[Row]:
+    """Jagged model outputs of one micro-batch, sample by sample."""
+    columns = {key: value.unbind(0) for key, value in outputs.items()}
+    num_samples = max((len(values) for values in columns.values()), default=0)
+    return [{key: values[i] for key, values in columns.items()} for i in range(num_samples)]
+
+
+def join_outputs(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """The outputs of many samples as jagged tensors again."""
+    return {
+        key: torch.nested.as_nested_tensor([row[key] for row in rows], layout=torch.jagged)
+        for key in (rows[0] if rows else ())
+    }

@@ -1,0 +1,85 @@
+"""Settings of the verl backend: a YAML file named by `MEGATRON_BATCHING_CONFIG`, or defaults.
+
+verl's own configs keep their meaning: layout, mini-batch sizes, caps and `use_dynamic_bsz` are
+read from there. The file holds only what verl has no word for. An own file is used because verl's
+dataclasses refuse keys that they do not know.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import yaml
+
+VARIABLE = "MEGATRON_BATCHING_CONFIG"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerlSettings:
+    """How mini-batches are cut and run under verl.
+
+    >>> VerlSettings(balance="no")
+    Traceback (most recent call last):
+    ...
+    ValueError: balance='no' is not one of replicas, none
+    """
+
+    method: str = "search"
+    """`search` or `baseline`, see `BatchingOptions`."""
+    balance: str = "replicas"
+    """`replicas` moves samples between replicas for the step; `none` leaves them."""
+    oversize: str = "error"
+    """A sample over the cap: `error`, or `alone` in a micro-batch of its own."""
+    group: int | None = None
+    """Fix `microbatch_group_size_per_vp_stage`; by default each plan chooses."""
+    min_num_micro_batches: int | None = None
+    """Fewest micro-batches of a replica."""
+    max_num_micro_batches: int | None = None
+    """Most micro-batches of a replica."""
+    search_budget: int | None = None
+    """Bound of the search, see `BatchingOptions`."""
+    cost: str | None = None
+    """Cost model: `tokens` (default), `verl`, or a file of coefficients."""
+    planned_shapes: bool = True
+    """Take pipeline shapes from the plan instead of exchanging them."""
+    check_shapes: bool = False
+    """Exchange them all the same and compare, for debugging."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("method", ("search", "baseline")),
+            ("balance", ("replicas", "none")),
+            ("oversize", ("error", "alone")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}"
+                )
+
+
+def load_settings(path: str | Path | None = None) -> VerlSettings:
+    """The settings in a YAML file; by default the one that the environment names, if any.
+
+    Raises:
+        ValueError: no such file, no mapping, an unknown key or a refused value.
+    """
+    path = path or os.environ.get(VARIABLE)
+    if not path:
+        return VerlSettings()
+    try:
+        values = yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{VARIABLE}={path} cannot be read: {reason}; name a YAML file") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{VARIABLE}={path} holds no settings; write lines such as balance: none")
+    known = [f.name for f in fields(VerlSettings)]
+    for key in values:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+            raise ValueError(f"{VARIABLE}={path}: unknown key {key}; {hint}")
+    return VerlSettings(**values)

@@ -1,0 +1,302 @@
+"""What the workers of the verl tests run: verl's own Megatron engine and the planned one.
+
+Both get the same tiny Qwen2, saved by transformers and loaded by mbridge, and the same TensorDict;
+results come back as plain numbers and CPU tensors. The workers are started with the environment of
+`verl_cpu.environment`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+import types
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+VOCABULARY = 128
+LAYERS = 4
+
+
+def model_path() -> Path:
+    """A tiny Qwen2 on disk; written once per test session by whoever comes first."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    path = Path(os.environ.get("VERL_TINY_MODEL", tempfile.gettempdir())) / "tiny_qwen2"
+    if dist.get_rank() == 0 and not (path / "config.json").exists():
+        config = Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+            architectures=["Qwen2ForCausalLM"],
+        )
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(config).save_pretrained(path)
+    dist.barrier()
+    return path
+
+
+def prepare() -> None:
+    """Process group, CPU mode and shims; the parallel state is left to the engine."""
+    import verl_cpu
+
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo")
+        verl_cpu.install()
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+
+
+def configs(layout: dict[str, int], *, model_type: str, **engine: Any) -> dict[str, Any]:
+    """Constructor arguments of verl's engines."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+
+    model = HFModelConfig(path=str(model_path()), load_tokenizer=False, use_remove_padding=False)
+    model.tokenizer = types.SimpleNamespace(pad_token_id=0)
+    model.model_type = model_type
+    engine_config = McoreEngineConfig(
+        **{
+            "pipeline_model_parallel_size": layout.get("pp", 1),
+            "virtual_pipeline_model_parallel_size": layout.get("vpp"),
+            "tensor_model_parallel_size": layout.get("tp", 1),
+            "use_mbridge": True,
+            "vanilla_mbridge": True,
+            "use_distributed_optimizer": False,
+            "use_remove_padding": False,
+            "pad_bshd_to_minibatch_max": False,
+            **engine,
+        }
+    )
+    object.__setattr__(engine_config, "dtype", "float32")
+    return {
+        "model_config": model,
+        "engine_config": engine_config,
+        "optimizer_config": McoreOptimizerConfig(lr=1e-3, lr_decay_steps=10, clip_grad=1.0),
+        "checkpoint_config": CheckpointConfig(),
+    }
+
+
+def engine(vendor: str, layout: dict[str, int], *, model_type: str, **overrides: Any) -> Any:
+    """An initialised engine of verl's registry."""
+    from verl.workers.engine import EngineRegistry
+
+    os.environ["VERL_ENGINE_VENDOR"] = vendor
+    result = EngineRegistry.new(
+        model_type=model_type,
+        backend="megatron",
+        **configs(layout, model_type=model_type, **overrides),
+    )
+    result.initialize()
+    return result
+
+
+def batch(lengths: list[list[int]], limits: dict[str, Any], *, dp_rank: int) -> Any:
+    """This replica's samples with every field that verl's losses read, from one seed."""
+    from verl.utils import tensordict_utils as tu
+
+    generator = torch.Generator().manual_seed(7)
+    shards = []
+    for shard in lengths:
+        rows = []
+        for n in shard:
+            prompt = max(1, n // 4)
+            mask = torch.cat([torch.zeros(prompt), torch.ones(n - prompt)])
+            response = n - prompt
+
+            def noise(size: int = response) -> torch.Tensor:
+                return torch.randn(size, generator=generator)
+
+            ids = torch.randint(1, VOCABULARY, (n,), generator=generator)
+            rows.append(
+                {
+                    "input_ids": ids,
+                    "prompts": ids[:prompt],
+                    "responses": ids[prompt:],
+                    "loss_mask": mask.long(),
+                    "response_mask": torch.ones(response).long(),
+                    "position_ids": torch.arange(n),
+                    "old_log_probs": -4.8 + 0.3 * noise(),
+                    "advantages": noise(),
+                    "ref_log_prob": -4.8 + 0.3 * noise(),
+                    "values": noise(),
+                    "returns": noise(),
+                }
+            )
+        shards.append(rows)
+    rows = shards[dp_rank]
+    columns = {
+        key: torch.nested.as_nested_tensor([r[key] for r in rows], layout=torch.jagged)
+        for key in rows[0]
+    }
+    common = {
+        "use_fused_kernels": False,
+        "use_remove_padding": False,
+        "temperature": 1.0,
+        "global_batch_size": sum(len(shard) for shard in lengths),
+        **limits,
+    }
+    return tu.get_tensordict(columns, common)
+
+
+def loss_function(name: str, aggregation: str = "token-mean") -> Any:
+    """One of verl's own losses, configured as its workers do."""
+    losses = importlib.import_module("verl.workers.utils.losses")
+    if name == "sft":
+        return partial(losses.sft_loss, None)
+    from verl.workers.config import ActorConfig, CriticConfig
+
+    if name == "ppo":
+        config = ActorConfig(
+            strategy="megatron",
+            rollout_n=1,
+            use_dynamic_bsz=True,
+            loss_agg_mode=aggregation,
+            loss_scale_factor=64,
+            use_kl_loss=True,
+            entropy_coeff=0.01,
+            ppo_max_token_len_per_gpu=1024,
+        )
+        return partial(losses.ppo_loss, config)
+    config = CriticConfig(strategy="megatron", use_dynamic_bsz=True, loss_agg_mode=aggregation)
+    return partial(losses.value_loss, config)
+
+
+_LAYOUT: dict[str, int] | None = None
+_ENGINES: dict[str, tuple[Any, Any]] = {}
+
+
+def _engines(layout: dict[str, int], model_type: str) -> tuple[Any, Any]:
+    """verl's own engine and the planned one, with the same weights, in this layout."""
+    global _LAYOUT
+    if layout != _LAYOUT:
+        _ENGINES.clear()
+        prepare()
+        _LAYOUT = layout
+    if model_type not in _ENGINES:
+        theirs = engine("nvidia", layout, model_type=model_type)
+        ours = engine("megatron_batching", layout, model_type=model_type)
+        for mine, other in zip(ours.module, theirs.module, strict=True):
+            mine.load_state_dict(other.state_dict())
+        _ENGINES[model_type] = theirs, ours
+    return _ENGINES[model_type]
+
+
+def _run(engine: Any, data: Any, loss: Any, *, forward_only: bool) -> dict[str, Any]:
+    """One pass, and all that can be read off afterwards."""
+    reports: list[tuple[float, dict[str, Any]]] = []
+
+    def recorded(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        value, metrics = loss(model_output=model_output, data=data, dp_group=dp_group)
+        mask = data["loss_mask"]
+        reports.append((float(mask.values().sum()), metrics))
+        return value, metrics
+
+    function = None if loss is None else recorded
+    if forward_only:
+        with engine.eval_mode():
+            output = engine.infer_batch(data, loss_function=function)
+        gradients = {}
+    else:
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(data, function, forward_only=False)
+            gradients = {
+                f"{i}.{name}": parameter.main_grad.clone()
+                for i, chunk in enumerate(engine.module)
+                for name, parameter in chunk.named_parameters()
+            }
+    return {"output": output, "gradients": gradients, "reports": reports}
+
+
+def compare(
+    *,
+    layout: dict[str, int],
+    limits: dict[str, Any],
+    lengths: list[list[int]],
+    loss: str = "sft",
+    aggregation: str = "token-mean",
+    forward_only: bool = False,
+    settings: str | None = None,
+) -> dict[str, Any]:
+    """Errors of the planned engine against verl's own, on this rank; relative to the largest."""
+    from megatron_batching.integrations.verl_settings import VerlSettings
+
+    model_type = "value_model" if loss == "value" else "language_model"
+    theirs, ours = _engines(layout, model_type)
+    ours.settings = VerlSettings(**yaml.safe_load(settings or "{}"))
+    dp_rank = ours.get_data_parallel_rank()
+    function = None if loss == "none" else loss_function(loss, aggregation)
+    results = [
+        _run(e, batch(lengths, limits, dp_rank=dp_rank), function, forward_only=forward_only)
+        for e in (theirs, ours)
+    ]
+    true, found = results
+    errors = {
+        f"gradient of {name}": _error(found["gradients"][name], gradient)
+        for name, gradient in true["gradients"].items()
+    }
+    reports = true["reports"]
+    true, found = true["output"], found["output"]
+    if true:
+        group = ours.get_data_parallel_group()
+        if function is not None:
+            losses = [sum(r["loss"]) for r in (true, found)]
+            means = torch.tensor(losses, dtype=torch.float64)
+            dist.all_reduce(means, group=group)
+            errors["loss"] = float((means[0] - means[1]).abs() / means[0].abs())
+        for key, values in true["model_output"].items():
+            mine = found["model_output"][key]
+            assert values.offsets().tolist() == mine.offsets().tolist()
+            # The last token predicts what verl's padding happens to hold; no loss reads it.
+            errors[key] = max(
+                _error(a[:-1], b[:-1]) for a, b in zip(mine, values, strict=True) if len(b) > 1
+            )
+        errors |= _metric_errors(reports, found["metrics"], group)
+    plan = ours.last_plan
+    return {
+        "errors": errors,
+        "counts": [r.num_micro_batches for r in plan.replicas],
+        "num_dummies": plan.num_dummies,
+        "num_moved": plan.num_moved,
+    }
+
+
+def _error(found: torch.Tensor, true: torch.Tensor) -> float:
+    return float((found - true).abs().max() / true.abs().max().clamp_min(1e-12))
+
+
+def _metric_errors(reports: Any, found: dict[str, Any], group: Any) -> dict[str, float]:
+    """Against what verl's losses reported: sums as verl adds them up, means over all tokens."""
+    from verl.utils.metric import AggregationType, Metric
+
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, reports, group=group)
+    flat = [report for of_replica in everyone for report in of_replica]
+    errors = {}
+    for name in dict.fromkeys(name for _, metrics in flat for name in metrics):
+        values = [metrics[name] for _, metrics in flat]
+        is_metric = isinstance(values[0], Metric)
+        numbers = [v.aggregate() if is_metric else v for v in values]
+        if is_metric and values[0].aggregation is AggregationType.SUM:
+            true = sum(numbers) / len(everyone)
+        else:
+            total = sum(tokens for tokens, _ in flat)
+            true = sum(t * x for (t, _), x in zip(flat, numbers, strict=True)) / total
+        mine = found[name].aggregate() if is_metric else found[name][0]
+        assert isinstance(found[name], Metric) == is_metric
+        errors[name] = abs(mine - true) / max(abs(true), 1e-3)
+    assert set(found) == set(errors)
+    return errors
