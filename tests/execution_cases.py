@@ -308,7 +308,7 @@ def peak_bytes(num_micro_batches: int, forward_only: bool) -> int:
     engine = PipelineEngine(
         model=replace(MODEL, hidden_size=64),
         placement=placement,
-        batching=BatchingOptions(micro_batch_size=1),
+        batching=BatchingOptions(micro_batch_size=1, method="baseline"),
     )
     mini_batch = synthetic_mini_batch([128] * num_micro_batches, vocab_size=64, seed=1)
     plan = engine.plan(mini_batch)

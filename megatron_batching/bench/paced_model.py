@@ -178,7 +178,7 @@ def run_paced_step(
             check_shapes=check_shapes,
             timers=recorder,
         )
-    step_time_s = recorder.now() - origin
+    step_time_s = recorder.seconds(origin, recorder.now())
     return PacedResult(
         events=tuple(
             recorder.events(

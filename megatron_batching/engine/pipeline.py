@@ -281,7 +281,7 @@ class PipelineEngine:
                 timers=recorder,
             )
 
-        recorder = StepRecorder(torch.cuda.synchronize if placement.device.type == "cuda" else None)
+        recorder = StepRecorder(on_gpu=placement.device.type == "cuda")
         self.model.zero_grad()
         self.optimizer.zero_grad()
         start = time.perf_counter()

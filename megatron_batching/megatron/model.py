@@ -53,8 +53,11 @@ class PipelineModel:
     placement: Placement
     uses_transformer_engine: bool
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This rank's parameters under their global names (layers counted over the model)."""
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """This rank's parameters, which hold Megatron's `main_grad`, under their global names.
+
+        Layers are counted over the whole model.
+        """
         for chunk in self.chunks:
             gpt = _unwrap(chunk)
             numbers = {

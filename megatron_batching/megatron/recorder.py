@@ -5,13 +5,18 @@ Megatron's schedules bracket each op with `config.timers("forward-compute").star
 all that a recording needs; patching the step functions would be the alternative.
 
 The k-th forward on a rank is the k-th forward of its op order, so names of micro-batches are put
-on by the reader, not here. Clocks: `time.monotonic`, one clock for all processes of a host.
+on by the reader, not here. Clocks: `time.monotonic`, one clock for all processes of a host; on a
+GPU events in the stream, which are read after the step and make nobody wait. Synchronizing at each
+reading would be simpler and would stall the loop that launches kernels.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 
 from megatron_batching.plan import MicroBatch
 from megatron_batching.schedules import Event, PipelineSchedule
@@ -22,10 +27,10 @@ _KINDS = {"forward-compute": "F", "backward-compute": "B"}
 class _Timer:
     """One of Megatron's named timers: a list of (start, end) readings."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], Any]) -> None:
         self._now = now
-        self._started = 0.0
-        self.spans: list[tuple[float, float]] = []
+        self._started: Any = None
+        self.spans: list[tuple[Any, Any]] = []
 
     def start(self, barrier: bool = False) -> None:
         self._started = self._now()
@@ -50,27 +55,35 @@ class StepRecorder:
     """Records one step on one rank.
 
     Args:
-        synchronize: called before each reading; on a GPU `torch.cuda.synchronize`, which makes
-            the op times true and the step slower.
+        on_gpu: read the clock of the current CUDA stream instead of the host's.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        self._synchronize = synchronize
+    def __init__(self, on_gpu: bool = False) -> None:
+        self._on_gpu = on_gpu
         self._timers = {name: _Timer(self.now) for name in _KINDS}
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer | _Ignored:
         return self._timers.get(name, _IGNORED)
 
-    def now(self) -> float:
-        """Seconds on the recording clock."""
-        if self._synchronize is not None:
-            self._synchronize()
-        return time.monotonic()
+    def now(self) -> Any:
+        """A reading of the recording clock, for `seconds`."""
+        if not self._on_gpu:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Time between two readings; on a GPU waits until the later one has come."""
+        if not self._on_gpu:
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1_000
 
     @property
     def busy_s(self) -> float:
         """Seconds that this rank spent inside forward and backward ops."""
-        return sum(end - start for t in self._timers.values() for start, end in t.spans)
+        return sum(self.seconds(*span) for t in self._timers.values() for span in t.spans)
 
     def events(
         self,
@@ -78,7 +91,7 @@ class StepRecorder:
         *,
         pp_rank: int,
         dp_rank: int,
-        origin: float,
+        origin: Any,
         micro_batches: Sequence[MicroBatch],
     ) -> list[Event]:
         """This rank's ops as timeline events, in op order.
@@ -87,7 +100,7 @@ class StepRecorder:
             schedule: the schedule that ran.
             pp_rank: this rank's pipeline rank.
             dp_rank: this rank's replica.
-            origin: clock reading that becomes second 0.
+            origin: reading of `now` that becomes second 0.
             micro_batches: the replica's micro-batches in execution order.
         """
         spans = {_KINDS[name]: iter(timer.spans) for name, timer in self._timers.items()}
@@ -100,8 +113,8 @@ class StepRecorder:
                     pp_rank=pp_rank,
                     dp_rank=dp_rank,
                     op=op,
-                    start_s=start - origin,
-                    end_s=end - origin,
+                    start_s=self.seconds(origin, start),
+                    end_s=self.seconds(origin, end),
                     samples=len(micro_batch.samples),
                     tokens=micro_batch.tokens,
                     dummy=micro_batch.dummy,
