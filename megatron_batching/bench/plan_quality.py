@@ -1,7 +1,7 @@
 """Plan quality against verl's own partitioner, in simulated step time.
 
-Run: python -m megatron_batching.bench.plan_quality [--quick] [--peer verl|baseline]
-     [--trace FILE:CAP ...] [--speed]
+Run: python -m megatron_batching.bench.plan_quality [--quick] [--dp N ...]
+     [--peer verl|baseline] [--trace FILE:CAP ...] [--speed]
 
 Both sides get the same mini-batch, cap, cost model (verl's `24576 s + s^2`, its own) and simulator
 (`simulate_many` with planned shapes). verl's side is `rearrange_micro_batches` itself, called once
@@ -156,10 +156,12 @@ def compare(
     )
 
 
-def run(traces: dict[str, tuple[list[int] | None, int]], peer: str, quick: bool) -> list[Case]:
+def run(
+    traces: dict[str, tuple[list[int] | None, int]], peer: str, quick: bool, dps: Sequence[int]
+) -> list[Case]:
     """All cases. traces: name to (lengths to draw from, None for built-in; cap)."""
     pipelines = ((4, 1), (4, 2)) if quick else PIPELINES
-    sizes = product((1, 8) if quick else DP, (32,) if quick else SAMPLES)
+    sizes = product(dps, (32,) if quick else SAMPLES)
     cases = []
     for (dp, samples), (name, (pool, cap)) in product(tuple(sizes), traces.items()):
         number = dp * samples
@@ -274,6 +276,7 @@ def main() -> None:
     """Parse options, run, print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="a few layouts only")
+    parser.add_argument("--dp", action="append", type=int, help="only these (default: 1, 8, 64)")
     parser.add_argument("--peer", choices=("verl", "baseline"), default="verl")
     parser.add_argument("--trace", action="append", default=[], metavar="FILE:CAP")
     parser.add_argument("--speed", action="store_true", help="measure planning time instead")
@@ -291,8 +294,9 @@ def main() -> None:
             except ValueError as error:
                 parser.error(str(error))
             traces[os.path.splitext(os.path.basename(path))[0] + " (file)"] = lengths, int(cap)
+        dps = arguments.dp or DP[: 2 if arguments.quick else None]
         try:
-            rows = summarize(run(traces, arguments.peer, arguments.quick))
+            rows = summarize(run(traces, arguments.peer, arguments.quick, dps))
         except ModuleNotFoundError as error:
             parser.error(
                 f"{error.name} is missing: pip install 'megatron-batching[verl]', or pass "

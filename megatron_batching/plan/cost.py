@@ -127,6 +127,14 @@ def weigh(features: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
     Not a matrix product: that may round differently on another processor, and ranks on different
     machines have to get the same plan to the last bit.
     """
+    if len(coefficients) > 1:
+        # Most stages are alike: weigh each kind once.
+        kinds, kind_of = np.unique(coefficients, axis=0, return_inverse=True)
+        if len(kinds) < len(coefficients):
+            weighed = weigh(features, kinds)
+            if len(kinds) > 1:
+                return weighed[..., kind_of.ravel()]
+            return np.broadcast_to(weighed, (*features.shape[:-1], len(coefficients)))
     total = features[..., :1] * coefficients[:, 0]
     for k in range(1, NUM_FEATURES):
         if coefficients[:, k].any():

@@ -21,7 +21,7 @@ BATCH = 64  # changed plans a round
 FRUITLESS_ROUNDS = 8  # rounds without gain after which a replica counts as done
 TRADE_SHARE = 0.5  # of the changes, trades; the rest are moves
 LEAST_GAIN = 1e-6  # relative; below it a change is rounding
-BUDGET_OPS = 1 << 19  # default budget: so many ops simulated for one replica ...
+BUDGET_OPS = 1 << 18  # default budget: so many ops simulated for one replica ...
 BUDGET_RANGE = (32, 4096)  # ... within these numbers of plans
 
 

@@ -40,8 +40,10 @@ from megatron_batching.plan.spread import (
 LADDER = 1.2  # ratio of neighbouring counts that the sweep tries
 REACH = 1.6  # the sweep stops this far above the last count that brought a gain
 CLEAR_GAIN = 0.997  # ratio of times that counts as a gain
-GOOD_ENOUGH = 1.02  # a plan this near the lower bound ends the search
-FEW_ROUNDS = 4  # up to so many times pp micro-batches, ascending order is worth a try
+GOOD_ENOUGH_GAP = 0.02  # a plan this near the lower bound ends the search ...
+EXACT_GAP = 0.002  # ... or this near, where simulating costs little:
+SMALL_JOB = 4096  # items x virtual stages
+FEW_ROUNDS = 4  # up to so many times pp micro-batches, more groups and orders are tried
 NUM_REPRESENTATIVES = 16
 NUM_REBALANCES = 2
 NUM_FINALISTS = 6  # plans that are polished ...
@@ -96,6 +98,8 @@ class Search:
         self.packer, self.layout, self.options = packer, layout, options
         self.bound = lower_bound(packer, layout, options)
         self.low, self.high = count_range(options)
+        small = len(packer.items) * layout.num_virtual_stages <= SMALL_JOB
+        self.enough = (1 + EXACT_GAP if small else 1 + GOOD_ENOUGH_GAP) * self.bound
 
     def run(self) -> tuple[int | None, list[Packing]]:
         """Search; ValueError when no plan keeps the limits."""
@@ -164,7 +168,7 @@ class Search:
         return min(polished, key=_time)
 
     def _good_enough(self, finalist: Finalist) -> bool:
-        return finalist.time <= GOOD_ENOUGH * self.bound
+        return finalist.time <= self.enough
 
     def _idle(self, shares: Shares, candidates: list[Candidate]) -> np.ndarray:
         """[dp] time on all stages together that each replica loses."""
@@ -207,14 +211,14 @@ class Search:
         if self.packer.fixed:
             counts = {legal_count(int(n), self.layout, g) for n in least for g in groups}
         else:
-            # Full multiples of the group where there is a choice; then any legal count.
             at, top = int(least.min()), int(most.max())
             while at <= top:
                 counts.add(legal_count(at, self.layout, groups[0]))
                 at = max(at + 1, int(at * LADDER))
-            edges = {int(n) for n in (*least, *most)}
-            edges |= {legal_count(edge, self.layout, g) for edge in edges for g in groups}
-            counts |= edges
+            for edge in sorted({int(n) for n in (*least, *most)}):
+                # Which group matters while there are few of them; a limit may leave only one.
+                few = edge <= FEW_ROUNDS * self.layout.pp or self.high is not None
+                counts |= {legal_count(edge, self.layout, g) for g in groups[: None if few else 1]}
         return [
             (count, legal[0])
             for count in sorted(counts)
