@@ -40,7 +40,7 @@ from megatron_batching.loss import (
     check_regime,
 )
 from megatron_batching.loss.metrics import check_kinds
-from megatron_batching.megatron.auxiliary import RouterShares, leave_scaling_to_us
+from megatron_batching.megatron.auxiliary import RouterShares, prepare_routers
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
 from megatron_batching.megatron.model import PipelineModel, build_model
 from megatron_batching.megatron.optimizer import build_optimizer, gradient_norm
@@ -143,7 +143,7 @@ class PipelineEngine:
         if config.fp16 and config.grad_scale_func is None:
             config.grad_scale_func = self.optimizer.scale_loss
         self._check_model()
-        leave_scaling_to_us(self.model)
+        prepare_routers(self.model)
 
     def plan(self, mini_batch: MiniBatch) -> MicroBatchPlan:
         """Cut a global mini-batch; the same on every rank."""

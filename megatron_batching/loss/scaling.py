@@ -12,11 +12,12 @@ micro-batch returns and the gradient that the optimizer sees, Megatron-Core (sch
 so that the gradient of L comes out when the value is
 
     two-value    share * dp * M               (share dp M) * cp / M / (dp cp)  =  share
-    per-token    share * T                    (share T) / T                    =  share
+    per-token    share * T                    (share T) * (1 / T)              =  share
 
 M is the count of micro-batches of the replica itself, dummies included, and may differ between
 replicas. T is the number of sample tokens of the global mini-batch, known from the lengths, and
 each rank reports those that it holds; the loss mask will not do, as its sum may be 0 or broken.
+Megatron takes 1 / T in fp32, so the value carries the inverse of just that number.
 A loss scale for fp16 is applied by the schedule in both regimes and undone by the optimizer.
 
 Auxiliary losses (MoE, MTP) enter in the backward pass with a scale of their own and are then
@@ -62,7 +63,7 @@ class LossScaling:
 
     def value(self, share: Tensor) -> Tensor:
         """What to return as the micro-batch's loss; a new tensor, as Megatron changes it."""
-        return share * (self.num_tokens if self.per_token else self.dp * self.num_micro_batches)
+        return share * (self._divisor if self.per_token else self.dp * self.num_micro_batches)
 
     def outputs(self, share: Tensor, held_tokens: int, report: Any) -> tuple[Any, ...]:
         """What Megatron's loss function returns: (value, report) or (value, tokens, report).
@@ -82,7 +83,12 @@ class LossScaling:
 
         Such a loss is summed over the cp ranks, each of which adds its part.
         """
-        return weight * (self.num_tokens if self.per_token else self.dp * self.cp)
+        return weight * (self._divisor if self.per_token else self.dp * self.cp)
+
+    @property
+    def _divisor(self) -> float:
+        """T as `finalize_model_grads` divides by it: 1 / (1 / T), the inner one in fp32."""
+        return 1.0 / (1.0 / torch.tensor(self.num_tokens, dtype=torch.int)).item()
 
 
 def check_regime(config: Any, chunks: Sequence[Any], *, dp: int, cp: int) -> bool:

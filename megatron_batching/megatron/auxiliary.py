@@ -46,13 +46,17 @@ def moe_routers(model: PipelineModel) -> list[TopKRouter]:
     return [m for chunk in model.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
 
 
-def leave_scaling_to_us(model: PipelineModel) -> None:
-    """Keep routers from multiplying their losses by token counts in the per-token regime.
+def prepare_routers(model: PipelineModel) -> None:
+    """Leave the scale of the routers' losses to this module.
 
-    By how much differs between Megatron's versions; the scale set here covers it all.
+    In the per-token regime a router multiplies them by token counts, by which ones differs between
+    Megatron's versions; switched off, the scale set here covers it all.
     """
     for router in moe_routers(model):
         router.calculate_per_token_loss = False
+        # 0.16.1 asks for this name even where Transformer Engine is missing and never set it.
+        if not hasattr(moe_utils, "te_general_gemm"):
+            moe_utils.te_general_gemm = None
 
 
 def mtp_tokens(sample_loss_mask: Tensor) -> float:
