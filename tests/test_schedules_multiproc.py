@@ -90,7 +90,7 @@ def test_real_step_takes_the_simulated_time(pools: Any, planned: bool) -> None:
     measured = max(end for _, end in results)
     predicted = case.predict(Costs(op_s=0.0, message_s=0.0)).step_time
     free = simulate(case.schedule, case.times).step_time
-    assert 0.99 * predicted < measured < 1.4 * predicted
+    assert 0.99 * predicted < measured < 1.6 * predicted
     assert planned or predicted > 1.05 * free
 
 
