@@ -1,7 +1,7 @@
 """Plan quality against verl's own partitioner, in simulated step time.
 
 Run: python -m megatron_batching.bench.plan_quality [--quick] [--dp N ...]
-     [--peer verl|baseline] [--trace FILE:CAP ...] [--speed]
+     [--peer verl|baseline] [--trace FILE:CAP ...] [--speed [--curve PNG]]
 
 Both sides get the same mini-batch, cap, cost model (verl's `24576 s + s^2`, its own) and simulator
 (`simulate_many` with planned shapes). verl's side is `rearrange_micro_batches` itself, called once
@@ -227,18 +227,22 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def measure_speed() -> list[dict[str, Any]]:
-    """Planning time, first call and median of the next ones, and peak memory so far."""
+    """Planning time, first call and median of the next ones, and peak memory so far.
+
+    CPU time is what the machine's other work leaves unchanged.
+    """
     rows = []
     for name, number, cap, sizes in SPEED_CASES:
         layout = Layout(**sizes)
         lengths = sample_lengths(name, number, seed=1)
         options = BatchingOptions(max_tokens_per_micro_batch=cap)
         plans: list[MicroBatchPlan] = []
-        seconds = []
+        seconds, cpu_seconds = [], []
         for _ in range(SPEED_REPEATS + 1):
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             plans.append(plan_mini_batch(lengths, layout, options, verl_cost_model(layout)))
             seconds.append(time.perf_counter() - started)
+            cpu_seconds.append(time.process_time() - cpu_started)
         counts = [replica.num_micro_batches for replica in plans[-1].replicas]
         rows.append(
             {
@@ -249,11 +253,33 @@ def measure_speed() -> list[dict[str, Any]]:
                 "efficiency": plans[-1].predicted.efficiency,
                 "first_ms": seconds[0] * 1e3,
                 "median_ms": statistics.median(seconds[1:]) * 1e3,
+                "median_cpu_ms": statistics.median(cpu_seconds[1:]) * 1e3,
                 "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             }
         )
         print(f"{name} {number} {sizes}: done", flush=True)
     return rows
+
+
+def draw_growth(rows: list[dict[str, Any]], path: str) -> None:
+    """Planning time against samples, one curve a way to grow, both axes logarithmic."""
+    from matplotlib.figure import Figure
+
+    curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for row in rows:
+        if row["trace"] == "azure_code":
+            grows_by_dp = " dp " in row["layout"]
+            name = "pp 16 vpp 4, 128 samples a replica" if grows_by_dp else row["layout"] + ", dp 1"
+            curves[name].append((row["samples"], row["median_cpu_ms"]))
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.add_subplot()
+    for name, points in curves.items():
+        axis.loglog(*zip(*points, strict=True), marker="o", label=name)
+    axis.set_xlabel("samples in the mini-batch")
+    axis.set_ylabel("planning time, ms of one core")
+    axis.grid(visible=True, which="both", alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=130)
 
 
 def versions() -> dict[str, str]:
@@ -280,9 +306,12 @@ def main() -> None:
     parser.add_argument("--peer", choices=("verl", "baseline"), default="verl")
     parser.add_argument("--trace", action="append", default=[], metavar="FILE:CAP")
     parser.add_argument("--speed", action="store_true", help="measure planning time instead")
+    parser.add_argument("--curve", metavar="PNG", help="with --speed: draw the growth")
     arguments = parser.parse_args()
     if arguments.speed:
         rows = measure_speed()
+        if arguments.curve:
+            draw_growth(rows, arguments.curve)
     else:
         traces: dict[str, tuple[list[int] | None, int]] = {n: (None, c) for n, c in CAPS.items()}
         for text in arguments.trace:
