@@ -90,3 +90,33 @@ def test_samples_move_between_replicas_and_outputs_come_home(pools: Any, loss: s
     for results in (moved, stayed):
         error, name = worst(results)
         assert error < TOLERANCE, name
+
+
+GROUP_OF_4 = {"override_transformer_config": {"microbatch_group_size_per_vp_stage": 4}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "limits", "lengths", "overrides"),
+    [
+        ("pp2-vpp2", CAP, [[128] * 6], GROUP_OF_4),
+        ("pp2-vpp2", CAP, [[128] * 3], {}),
+        ("pp1-dp2", CAP, [[100] * 4, [2, 2]], {}),
+        ("pp2-vpp2-dp2", CAP, [[100] * 4, [2, 2]], {}),
+        ("pp2", SIZE, [[9, 5, 7]], {}),
+    ],
+    ids=["group of 4", "odd count", "few samples", "few samples vpp", "size leaves a rest"],
+)
+def test_trains_what_verl_refuses(
+    pools: Any, layout: str, limits: Any, lengths: Any, overrides: Any
+) -> None:
+    results = run(
+        pools,
+        LAYOUTS[layout],
+        function="verl_cases:beyond_verl",
+        limits=limits,
+        lengths=lengths,
+        overrides=overrides,
+    )
+    assert all(r["refused"] for r in results)
+    error, name = worst(results)
+    assert error < TOLERANCE, name

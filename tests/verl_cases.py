@@ -28,7 +28,8 @@ def model_path() -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     path = Path(os.environ.get("VERL_TINY_MODEL", tempfile.gettempdir())) / "tiny_qwen2"
-    if dist.get_rank() == 0 and not (path / "config.json").exists():
+    is_alone = not dist.is_initialized()
+    if (is_alone or dist.get_rank() == 0) and not (path / "config.json").exists():
         config = Qwen2Config(
             vocab_size=VOCABULARY,
             hidden_size=64,
@@ -42,7 +43,8 @@ def model_path() -> Path:
         )
         torch.manual_seed(0)
         Qwen2ForCausalLM(config).save_pretrained(path)
-    dist.barrier()
+    if not is_alone:
+        dist.barrier()
     return path
 
 
@@ -156,22 +158,27 @@ def loss_function(name: str, aggregation: str = "token-mean") -> Any:
     losses = importlib.import_module("verl.workers.utils.losses")
     if name == "sft":
         return partial(losses.sft_loss, None)
-    from verl.workers.config import ActorConfig, CriticConfig
+    from verl.workers.config import CriticConfig
 
     if name == "ppo":
-        config = ActorConfig(
-            strategy="megatron",
-            rollout_n=1,
-            use_dynamic_bsz=True,
-            loss_agg_mode=aggregation,
-            loss_scale_factor=64,
-            use_kl_loss=True,
-            entropy_coeff=0.01,
-            ppo_max_token_len_per_gpu=1024,
-        )
-        return partial(losses.ppo_loss, config)
+        return partial(losses.ppo_loss, actor_config(aggregation))
     config = CriticConfig(strategy="megatron", use_dynamic_bsz=True, loss_agg_mode=aggregation)
     return partial(losses.value_loss, config)
+
+
+def actor_config(aggregation: str = "token-mean") -> Any:
+    """verl's config of PPO's loss, with KL and entropy terms switched on."""
+    from verl.workers.config import ActorConfig
+
+    return ActorConfig(
+        strategy="megatron",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        loss_agg_mode=aggregation,
+        loss_scale_factor=64,
+        use_kl_loss=True,
+        entropy_coeff=0.01,
+    )
 
 
 _LAYOUT: dict[str, int] | None = None
@@ -300,3 +307,45 @@ def _metric_errors(reports: Any, found: dict[str, Any], group: Any) -> dict[str,
         errors[name] = abs(mine - true) / max(abs(true), 1e-3)
     assert set(found) == set(errors)
     return errors
+
+
+def beyond_verl(
+    *,
+    layout: dict[str, int],
+    limits: dict[str, Any],
+    lengths: list[list[int]],
+    overrides: dict[str, Any],
+) -> dict[str, Any]:
+    """A batch that verl cannot cut: its error, and ours against verl without limits."""
+    global _LAYOUT
+    _ENGINES.clear()
+    _LAYOUT = None
+    prepare()
+    theirs, ours = (
+        engine(vendor, layout, model_type="language_model", **overrides)
+        for vendor in ("nvidia", "megatron_batching")
+    )
+    loss, dp_rank = loss_function("sft"), ours.get_data_parallel_rank()
+
+    def run(engine: Any, limits: dict[str, Any]) -> dict[str, Any]:
+        return _run(engine, batch(lengths, limits, dp_rank=dp_rank), loss, forward_only=False)
+
+    refused = ""
+    try:
+        run(theirs, limits)
+    except (ValueError, AssertionError) as error:
+        refused = str(error)
+    found = run(ours, limits)
+    theirs.tf_config.microbatch_group_size_per_vp_stage = layout.get("pp", 1)
+    true = run(theirs, {"use_dynamic_bsz": True, "max_token_len_per_gpu": 10**6})
+    plan = ours.last_plan
+    return {
+        "refused": refused,
+        "errors": {
+            name: _error(found["gradients"][name], gradient)
+            for name, gradient in true["gradients"].items()
+        },
+        "counts": [r.num_micro_batches for r in plan.replicas],
+        "num_dummies": plan.num_dummies,
+        "group": plan.group,
+    }

@@ -54,6 +54,7 @@ _DEVICE_MODULE = types.SimpleNamespace(
     mem_get_info=lambda *args: (1, 1),
     current_device=lambda: torch.device("cpu"),
     is_available=lambda: False,
+    get_device_name=lambda *args: "CPU",
     get_rng_state=torch.get_rng_state,
     set_rng_state=torch.set_rng_state,
 )

@@ -96,7 +96,8 @@ class _Pickler(pickle.Pickler):
         return obj.dtype, tuple(obj.shape)
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, Tensor) and obj.is_nested and obj.layout == torch.jagged:
+        # Of no type in particular: torch's class of jagged tensors is not public.
+        if getattr(obj, "is_nested", False) and obj.layout == torch.jagged:
             return _jagged, (obj.values(), obj.offsets(), obj._ragged_idx)
         return NotImplemented
 
@@ -118,7 +119,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _jagged(values: Tensor, offsets: Tensor, ragged_idx: int) -> Tensor:
-    nested = torch.nested.nested_tensor_from_jagged(values, offsets)
+    nested: Any = torch.nested.nested_tensor_from_jagged(values, offsets)
     nested._ragged_idx = ragged_idx
     return nested
 

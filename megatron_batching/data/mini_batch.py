@@ -58,6 +58,11 @@ class Sample:
         """Sum of the mask over the tokens that are predicted (all but the first)."""
         return float(self.loss_mask[1:].double().sum())
 
+    @property
+    def num_mtp_tokens(self) -> float:
+        """What the first multi-token-prediction layer averages over: one token less."""
+        return float(self.loss_mask[2:].double().sum())
+
 
 @dataclass(frozen=True)
 class MiniBatch:
@@ -84,6 +89,11 @@ class MiniBatch:
     def num_loss_tokens(self) -> float:
         """Denominator of the token mean: the mask's sum over the whole mini-batch."""
         return sum(s.num_loss_tokens for s in self.samples)
+
+    @property
+    def num_mtp_tokens(self) -> float:
+        """What the first multi-token-prediction layer averages over."""
+        return sum(s.num_mtp_tokens for s in self.samples)
 
     def counts(self) -> Counts:
         """What losses and metrics divide by, taken once, before anything is packed or sliced.

@@ -14,7 +14,7 @@ step would save little: samples are new in each step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -112,6 +112,7 @@ class ShardedMiniBatch:
         samples: by number in the global mini-batch.
         lengths: of all samples.
         tokens_per_sequence: mask sums of all samples.
+        num_mtp_tokens: as `MiniBatch` has it.
         holdings: which replica holds which sample.
         group: data-parallel group.
     """
@@ -119,6 +120,7 @@ class ShardedMiniBatch:
     samples: Mapping[int, Sample]
     lengths: tuple[int, ...]
     tokens_per_sequence: tuple[float, ...]
+    num_mtp_tokens: float
     holdings: Holdings
     group: dist.ProcessGroup | None
 
@@ -143,13 +145,7 @@ class ShardedMiniBatch:
         """The same mini-batch with the samples here that the plan runs here."""
         held = [self.samples[n] for n in self.holdings.own]
         samples = move_samples(held, self.holdings, plan, self.group)
-        return ShardedMiniBatch(
-            samples=samples,
-            lengths=self.lengths,
-            tokens_per_sequence=self.tokens_per_sequence,
-            holdings=self.holdings,
-            group=self.group,
-        )
+        return replace(self, samples=samples)
 
 
 def shard_mini_batch(
@@ -161,7 +157,7 @@ def shard_mini_batch(
         samples: this replica's; replicas may hold different numbers of them, or none.
         group: data-parallel group; None for a single replica.
     """
-    announced = gather([(len(s), s.num_loss_tokens) for s in samples], group)
+    announced = gather([(len(s), s.num_loss_tokens, s.num_mtp_tokens) for s in samples], group)
     holdings = Holdings(
         counts=tuple(len(shard) for shard in announced),
         rank=0 if group is None else dist.get_rank(group),
@@ -169,8 +165,9 @@ def shard_mini_batch(
     everyone = [sample for shard in announced for sample in shard]
     return ShardedMiniBatch(
         samples=dict(zip(holdings.own, samples, strict=True)),
-        lengths=tuple(length for length, _ in everyone),
-        tokens_per_sequence=tuple(tokens for _, tokens in everyone),
+        lengths=tuple(length for length, _, _ in everyone),
+        tokens_per_sequence=tuple(tokens for _, tokens, _ in everyone),
+        num_mtp_tokens=sum(tokens for _, _, tokens in everyone),
         holdings=holdings,
         group=group,
     )

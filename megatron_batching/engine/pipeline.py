@@ -11,8 +11,9 @@ import contextlib
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,16 +21,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_batching.data import (
-    Batch,
-    MicroBatchFeed,
-    MiniBatch,
-    batch_shape,
-    collate,
-    restore_order,
-)
-from megatron_batching.data.buckets import bucket_widths_of, padded_width
-from megatron_batching.engine.step_loss import StepLoss, mini_batch_mtp_tokens
+from megatron_batching.data import Batch, ShardedMiniBatch, collate, restore_order, send_home
+from megatron_batching.data.buckets import bucket_widths_of
+from megatron_batching.engine.checks import check_model, choose_objective
+from megatron_batching.engine.contract import AnyMiniBatch, Engine
+from megatron_batching.engine.report import StepReport, TokenOutputs
+from megatron_batching.engine.run import micro_batch_shapes, replica_schedule, run_replica
+from megatron_batching.engine.step_loss import StepLoss
 from megatron_batching.loss import (
     Aggregation,
     CrossEntropy,
@@ -39,73 +37,41 @@ from megatron_batching.loss import (
     as_aggregation,
     check_regime,
 )
-from megatron_batching.loss.metrics import check_kinds
 from megatron_batching.megatron.auxiliary import RouterShares, prepare_routers
+from megatron_batching.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
+from megatron_batching.megatron.export import whole_parameters
 from megatron_batching.megatron.model import PipelineModel, build_model
-from megatron_batching.megatron.optimizer import build_optimizer, gradient_norm
+from megatron_batching.megatron.optimizer import (
+    build_lr_schedule,
+    build_optimizer,
+    gradient_norm,
+    move,
+)
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.recorder import StepRecorder
-from megatron_batching.megatron.schedule import run_schedule
 from megatron_batching.plan import BatchingOptions, MicroBatchPlan, plan_mini_batch
-from megatron_batching.schedules import Event, PipelineSchedule
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What one mini-batch did; the same on every rank except `events`.
-
-    Attributes:
-        plan: how the mini-batch was cut.
-        loss: L of the global mini-batch, aggregated as the engine was told.
-        grad_norm: global 2-norm of the gradients before clipping; None for forward only.
-        step_time_s: seconds of forward, backward, gradient reduction and optimizer step,
-            the slowest rank's.
-        bubble_fraction: share of the pipeline's time that ranks spent in no op.
-        events: this rank's ops with start and end.
-        metrics: the loss and the objective's metrics over the global mini-batch; those of several
-            mini-batches may be added.
-    """
-
-    plan: MicroBatchPlan
-    loss: float
-    grad_norm: float | None
-    step_time_s: float
-    bubble_fraction: float
-    events: tuple[Event, ...]
-    metrics: Metrics = field(default_factory=lambda: Metrics({}))
-
-
-@dataclass(frozen=True)
-class TokenOutputs:
-    """What a forward-only pass gives for one sample, like `Sample.fields`: [n], entry i for
-    predicting token i, entry 0 is 0.
-
-    Attributes:
-        log_probs: log-probability of each token.
-        entropy: of the distribution that each token was drawn from, in nats; None if not asked for.
-    """
-
-    log_probs: Tensor
-    entropy: Tensor | None
-
-
-class PipelineEngine:
+class PipelineEngine(Engine):
     """Trains a Megatron-Core GPT on planned micro-batches.
 
     Args:
         model: shape and numerics of the GPT, or the chunks themselves.
         placement: where this process stands, from `megatron_batching.megatron.initialize`.
         batching: how mini-batches are cut.
+        infer_batching: how they are cut for passes without backward, which hold less memory;
+            as for training if not given.
         optimizer: Adam's settings.
         seed: of the initial weights.
         planned_shapes: take pipeline shapes from the plan instead of exchanging them.
         check_shapes: exchange planned shapes all the same, and compare: for debugging.
         shape_buckets: pad packed rows up to so many distinct widths within the token cap.
-        objective: per-token loss; cross entropy by default.
+        objective: per-token loss; by default cross entropy, or a critic's `ValueLoss`.
         aggregation: from per-token losses to one number, see `megatron_batching.loss.MODES`.
         expert_shares: "micro_batch", or "mini_batch" for MoE balancing losses that are exactly
             those of the whole mini-batch, at the price of one more forward pass.
+        model_type: "language_model", or "value_model" for one value a token.
 
     Raises:
         ValueError: model, layout and loss do not fit each other.
@@ -117,6 +83,7 @@ class PipelineEngine:
         model: ModelConfig | PipelineModel,
         placement: Placement,
         batching: BatchingOptions,
+        infer_batching: BatchingOptions | None = None,
         optimizer: OptimizerSettings | None = None,
         seed: int = 0,
         planned_shapes: bool = True,
@@ -125,45 +92,66 @@ class PipelineEngine:
         objective: Objective | None = None,
         aggregation: Aggregation | str = "token-mean",
         expert_shares: str = "micro_batch",
+        model_type: str = "language_model",
     ) -> None:
         self.placement = placement
         self.batching = batching
         self.planned_shapes = planned_shapes
         self.check_shapes = check_shapes
         self.bucket_widths = bucket_widths_of(batching, placement.layout, shape_buckets)
-        self.objective: Objective = objective or CrossEntropy()
+        self.infer_batching = infer_batching or batching
+        self.objective: Objective = choose_objective(model_type, objective)
         self.aggregation = as_aggregation(aggregation)
         self.expert_shares = expert_shares
-        self._check_loss(model)
-        if isinstance(model, ModelConfig):
-            model = build_model(model, placement, seed=seed)
-        self.model: PipelineModel = model
-        self.optimizer = build_optimizer(optimizer or OptimizerSettings(), self.model)
-        config = self.model.config
-        if config.fp16 and config.grad_scale_func is None:
-            config.grad_scale_func = self.optimizer.scale_loss
-        self._check_model()
-        prepare_routers(self.model)
+        self.model_type = model_type
+        self._given_model = model
+        self._settings = optimizer or OptimizerSettings()
+        self._seed = seed
+        self.initialize()
 
-    def plan(self, mini_batch: MiniBatch) -> MicroBatchPlan:
+    def initialize(self) -> None:
+        """Build model, optimizer and schedule; chunks that were passed in keep their weights."""
+        model = self._given_model
+        if isinstance(model, ModelConfig):
+            model = build_model(
+                model,
+                self.placement,
+                seed=self._seed,
+                value_head=self.model_type == "value_model",
+            )
+        self.model: PipelineModel = model
+        self.optimizer = build_optimizer(self._settings, model)
+        self.lr_schedule = build_lr_schedule(self._settings, self.optimizer)
+        if model.config.fp16 and model.config.grad_scale_func is None:
+            model.config.grad_scale_func = self.optimizer.scale_loss
+        check_model(model, self.batching, self.objective, self.expert_shares)
+        prepare_routers(model)
+
+    def modules(self) -> list[torch.nn.Module]:
+        return list(self.model.chunks)
+
+    def plan(self, mini_batch: AnyMiniBatch, *, forward_only: bool = False) -> MicroBatchPlan:
         """Cut a global mini-batch; the same on every rank."""
-        return plan_mini_batch(mini_batch.lengths, self.placement.layout, self.batching)
+        options = self.batching
+        if forward_only:
+            options = dataclasses.replace(self.infer_batching, forward_only=True)
+        owners = mini_batch.owners if isinstance(mini_batch, ShardedMiniBatch) else None
+        return plan_mini_batch(mini_batch.lengths, self.placement.layout, options, owners=owners)
 
     def train_batch(
-        self, mini_batch: MiniBatch, *, plan: MicroBatchPlan | None = None
+        self, mini_batch: AnyMiniBatch, *, plan: MicroBatchPlan | None = None
     ) -> StepReport:
         """Zero gradients, run forward and backward, step the optimizer."""
         start = time.perf_counter()
         report = self._run(mini_batch, plan or self.plan(mini_batch), forward_only=False)
-        _, grad_norm, _ = self.optimizer.step()
-        if grad_norm is None:
-            grad_norm = gradient_norm(self.optimizer)
+        grad_norm = self.optimizer_step()
+        self.lr_scheduler_step()
         elapsed = self._slowest(time.perf_counter() - start)
-        return dataclasses.replace(report, grad_norm=float(grad_norm), step_time_s=elapsed)
+        return dataclasses.replace(report, grad_norm=grad_norm, step_time_s=elapsed)
 
     def forward_backward_batch(
         self,
-        mini_batch: MiniBatch,
+        mini_batch: AnyMiniBatch,
         *,
         plan: MicroBatchPlan | None = None,
         planned_shapes: bool | None = None,
@@ -184,14 +172,18 @@ class PipelineEngine:
         return dataclasses.replace(report, grad_norm=gradient_norm(self.optimizer))
 
     def infer_batch(
-        self, mini_batch: MiniBatch, *, plan: MicroBatchPlan | None = None
+        self, mini_batch: AnyMiniBatch, *, plan: MicroBatchPlan | None = None
     ) -> dict[int, Tensor]:
-        """Negative log-likelihood of every token of the samples that this replica ran.
+        """Negative log-likelihood of every token, or a critic's value of it; no gradients.
 
         Returns:
-            Sample number -> [n] float, entry i for predicting token i + 1 where the loss mask is
-            above 0, and 0 elsewhere; empty on all but the last pipeline stage.
+            Sample number -> [n] float, of the samples that this replica ran (of a sharded
+            mini-batch: that it holds); empty on all but the last pipeline stage. Likelihoods: entry
+            i for predicting token i + 1 where the loss mask is above 0, and 0 elsewhere. Values:
+            entry i is V of the tokens before i, as `Sample.fields` has it.
         """
+        if self.model_type == "value_model":
+            return self._infer(mini_batch, plan, self.objective)[0]
         outputs = self.log_prob_batch(mini_batch, plan=plan)
         result = {}
         for number, tokens in outputs.items():
@@ -202,7 +194,7 @@ class PipelineEngine:
 
     def log_prob_batch(
         self,
-        mini_batch: MiniBatch,
+        mini_batch: AnyMiniBatch,
         *,
         plan: MicroBatchPlan | None = None,
         temperature: float = 1.0,
@@ -211,36 +203,92 @@ class PipelineEngine:
         """Log-probability of every token of the samples that this replica ran, masked or not.
 
         Args:
-            mini_batch: the samples, over all replicas.
-            plan: how to cut them; by default `plan(mini_batch)`. The plan of a training step
+            mini_batch: the samples, over all replicas, or this replica's shard of them.
+            plan: how to cut them; by default as for inference. The plan of a training step
                 serves as it is.
             temperature: divides the logits.
             with_entropy: give entropies too.
 
         Returns:
-            In sample order; empty on all but the last pipeline stage.
+            In sample order; of a sharded mini-batch those that this replica holds, wherever they
+            ran; empty on all but the last pipeline stage.
         """
-        plan = plan or self.plan(mini_batch)
-        log_probs: list[list[Tensor]] = []
+        objective = _LogProbsOnly(temperature=temperature, needs_entropy=with_entropy)
+        log_probs, entropies = self._infer(mini_batch, plan, objective)
+        return {n: TokenOutputs(log_probs[n], entropies.get(n)) for n in log_probs}
+
+    def optimizer_zero_grad(self) -> None:
+        self.model.zero_grad()
+        self.optimizer.zero_grad()
+
+    def optimizer_step(self) -> float:
+        _, grad_norm, _ = self.optimizer.step()
+        return gradient_norm(self.optimizer) if grad_norm is None else float(grad_norm)
+
+    def lr_scheduler_step(self) -> float:
+        self.lr_schedule.step(increment=1)
+        return self.optimizer.param_groups[0]["lr"]
+
+    def get_data_parallel_rank(self) -> int:
+        return self.placement.dp_rank
+
+    def get_data_parallel_size(self) -> int:
+        return self.placement.layout.dp
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_data_parallel_group()
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        placement = self.placement
+        return placement.is_last_stage and placement.tp_rank == 0 and placement.cp_rank == 0
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        target = torch.device("cpu") if device == "cpu" else self.placement.device
+        move(self.model, self.optimizer, target, weights=model, states=optimizer)
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        save_checkpoint(path, self.model, self.optimizer, self.lr_schedule)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        load_checkpoint(path, self.model, self.optimizer, self.lr_schedule)
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        return whole_parameters(self.model)
+
+    def _infer(
+        self, mini_batch: AnyMiniBatch, plan: MicroBatchPlan | None, objective: Objective
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """What the model gives for each sample (log-probabilities or values), and entropies."""
+        plan = plan or self.plan(mini_batch, forward_only=True)
+        outputs: list[list[Tensor]] = []
         entropies: list[list[Tensor]] = []
 
-        def collect(log_probs_of: list[Tensor], entropies_of: list[Tensor] | None) -> None:
-            log_probs.append(log_probs_of)
+        def collect(outputs_of: list[Tensor], entropies_of: list[Tensor] | None) -> None:
+            outputs.append(outputs_of)
             entropies.append(entropies_of or [])
 
-        objective = _LogProbsOnly(temperature=temperature, needs_entropy=with_entropy)
         self._run(mini_batch, plan, forward_only=True, objective=objective, collect=collect)
         if not self.placement.is_last_stage:
-            return {}
-        self._join_context_parallel([*log_probs, *entropies])
+            return {}, {}
+        self._join_context_parallel([*outputs, *entropies])
         samples = [m.samples for m in plan.replicas[self.placement.dp_rank].micro_batches]
-        found = restore_order(samples, log_probs)
-        entropy_of = restore_order(samples, entropies) if with_entropy else {}
-        return {i: TokenOutputs(found[i], entropy_of.get(i)) for i in found}
+
+        def at_home(found: dict[int, Tensor]) -> dict[int, Tensor]:
+            if not isinstance(mini_batch, ShardedMiniBatch):
+                return found
+            holdings = mini_batch.holdings
+            return dict(
+                zip(holdings.own, send_home(found, holdings, plan, mini_batch.group), strict=True)
+            )
+
+        found = at_home(restore_order(samples, outputs))
+        if not objective.needs_entropy:
+            return found, {}
+        return found, at_home(restore_order(samples, entropies))
 
     def _run(
         self,
-        mini_batch: MiniBatch,
+        mini_batch: AnyMiniBatch,
         plan: MicroBatchPlan,
         *,
         forward_only: bool,
@@ -249,54 +297,42 @@ class PipelineEngine:
         collect: Callable[[list[Tensor], list[Tensor] | None], None] | None = None,
     ) -> StepReport:
         placement = self.placement
-        layout = placement.layout
+        if isinstance(mini_batch, ShardedMiniBatch):
+            mini_batch = mini_batch.moved(plan)
         micro_batches = plan.replicas[placement.dp_rank].micro_batches
-        schedule = PipelineSchedule(
-            pp=layout.pp,
-            vpp=layout.vpp,
-            num_micro_batches=len(micro_batches),
-            group=plan.group,
-            forward_only=forward_only,
-        )
         loss = self._step_loss(mini_batch, len(micro_batches), objective or self.objective, collect)
         shapes, build = self._batches(mini_batch, plan, loss)
         if planned_shapes is None:
             planned_shapes = self.planned_shapes
 
-        def run(schedule: PipelineSchedule, recorder: StepRecorder | None) -> list[Any]:
-            feed = MicroBatchFeed(
-                build,
-                num_micro_batches=len(micro_batches),
-                num_chunks=len(self.model.chunks),
-                prefetch=True,
-            )
-            return run_schedule(
+        def run(recorder: StepRecorder | None, *, forward_only: bool) -> list[Any]:
+            return run_replica(
                 self.model,
-                schedule,
-                forward_step=loss.forward_step,
-                iterators=feed.iterators(),
+                plan,
+                build=build,
                 shapes=shapes,
+                forward_step=loss.forward_step,
+                forward_only=forward_only,
                 planned_shapes=planned_shapes,
                 check_shapes=self.check_shapes,
-                timers=recorder,
+                recorder=recorder,
             )
 
         recorder = StepRecorder(on_gpu=placement.device.type == "cuda")
-        self.model.zero_grad()
-        self.optimizer.zero_grad()
+        self.optimizer_zero_grad()
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
             if self.expert_shares == "mini_batch" and not forward_only:
                 shares = RouterShares(self.model)
                 with shares.counting(), torch.no_grad():
-                    run(dataclasses.replace(schedule, forward_only=True), None)
+                    run(None, forward_only=True)
                 stack.enter_context(shares.in_use())
             stack.enter_context(torch.set_grad_enabled(not forward_only))
             origin = recorder.now()
-            rows = run(schedule, recorder)
+            rows = run(recorder, forward_only=forward_only)
         elapsed = time.perf_counter() - start
         events = recorder.events(
-            schedule,
+            replica_schedule(plan, placement.dp_rank, forward_only=forward_only),
             pp_rank=placement.pp_rank,
             dp_rank=placement.dp_rank,
             origin=origin,
@@ -316,7 +352,7 @@ class PipelineEngine:
 
     def _step_loss(
         self,
-        mini_batch: MiniBatch,
+        mini_batch: AnyMiniBatch,
         num_micro_batches: int,
         objective: Objective,
         collect: Callable[[list[Tensor], list[Tensor] | None], None] | None,
@@ -343,82 +379,36 @@ class PipelineEngine:
                 cp=layout.cp,
                 num_tokens=sum(mini_batch.lengths),
             ),
-            mtp_tokens=mini_batch_mtp_tokens(mini_batch),
+            mtp_tokens=mini_batch.num_mtp_tokens,
             collect=collect,
         )
 
     def _batches(
-        self, mini_batch: MiniBatch, plan: MicroBatchPlan, loss: StepLoss
+        self, mini_batch: AnyMiniBatch, plan: MicroBatchPlan, loss: StepLoss
     ) -> tuple[list[tuple[int, int]], Callable[[int], Batch]]:
         """Shape of each micro-batch of this replica, and what builds its tensors."""
         placement = self.placement
         layout = placement.layout
-        packing, align = plan.options.packing, plan.options.alignment(layout)
-        micro_batches = plan.replicas[placement.dp_rank].micro_batches
-        lengths = mini_batch.lengths
-        shapes = [
-            batch_shape([lengths[i] for i in m.samples], packing=packing, align=align)
-            for m in micro_batches
-        ]
-        if self.bucket_widths:
-            shapes = [
-                (rows, width if m.dummy else padded_width(width, self.bucket_widths))
-                for m, (rows, width) in zip(micro_batches, shapes, strict=True)
-            ]
+        shapes = micro_batch_shapes(plan, placement.dp_rank, self.bucket_widths)
         weights = self.aggregation.sequence_weights(loss.counts)
+        micro_batches = plan.replicas[placement.dp_rank].micro_batches
 
         def build(i: int) -> Batch:
             samples = micro_batches[i].samples
             batch = collate(
                 [mini_batch.samples[j] for j in samples],
-                packing=packing,
-                align=align,
+                packing=plan.options.packing,
+                align=plan.options.alignment(layout),
                 device=placement.device,
                 sequence_weights=[weights[j] for j in samples],
                 fields=loss.objective.fields,
                 width=shapes[i][1],
             )
-            assert tuple(batch.input_ids.shape) == shapes[i]
             if layout.cp == 1:
                 return batch
             return batch.context_parallel_share(layout.cp, placement.cp_rank)
 
         return shapes, build
-
-    def _check_loss(self, model: ModelConfig | PipelineModel) -> None:
-        check_kinds(self.objective.metrics)
-        if self.objective.reads_values and isinstance(model, ModelConfig):
-            raise ValueError(
-                f"{type(self.objective).__name__} needs a model whose output is one value a token, "
-                "but a GPT's is logits; build the chunks yourself and pass them as model"
-            )
-        if self.expert_shares not in ("micro_batch", "mini_batch"):
-            raise ValueError(
-                f"expert_shares={self.expert_shares!r} is not one of micro_batch, mini_batch"
-            )
-
-    def _check_model(self) -> None:
-        config, layout = self.model.config, self.placement.layout
-        check_regime(config, self.model.chunks, dp=layout.dp, cp=layout.cp)
-        if self.expert_shares == "mini_batch":
-            RouterShares(self.model)
-        if config.mtp_num_layers is None:
-            return
-        if layout.cp > 1:
-            raise ValueError(
-                f"mtp_num_layers={config.mtp_num_layers} with cp={layout.cp}: Megatron averages "
-                "MTP losses on each cp rank by itself; use cp=1"
-            )
-        if self.batching.packing == "packed" and not self.model.uses_transformer_engine:
-            raise ValueError(
-                f"mtp_num_layers={config.mtp_num_layers} with packing=packed and local layers: "
-                "MTP would predict across sample borders; use packing=padded"
-            )
-        if self.objective != CrossEntropy():
-            raise ValueError(
-                f"mtp_num_layers={config.mtp_num_layers} with {self.objective}: Megatron computes "
-                "MTP losses together with a plain cross entropy only; use CrossEntropy()"
-            )
 
     def _join_context_parallel(self, pieces: list[list[Tensor]]) -> None:
         """Add up, in place, what each cp rank holds of every sample."""

@@ -9,10 +9,11 @@ Losses arrive as shares of the mini-batch's loss and leave scaled for what the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from megatron_batching.data import MicroBatchFeed, batch_shape
+from megatron_batching.data.buckets import padded_width
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.recorder import StepRecorder
 from megatron_batching.megatron.schedule import ForwardStep, run_schedule
@@ -35,12 +36,27 @@ def replica_schedule(
     )
 
 
-def micro_batch_shapes(plan: MicroBatchPlan, dp_rank: int) -> list[tuple[int, int]]:
-    """(rows, width) of one replica's micro-batches, padding included, in execution order."""
+def micro_batch_shapes(
+    plan: MicroBatchPlan, dp_rank: int, bucket_widths: Sequence[int] = ()
+) -> list[tuple[int, int]]:
+    """(rows, width) of one replica's micro-batches, padding included, in execution order.
+
+    Args:
+        plan: of the whole mini-batch.
+        dp_rank: the replica.
+        bucket_widths: pad each but the dummies to the least of these that holds it.
+    """
     packing, align = plan.options.packing, plan.options.alignment(plan.layout)
-    return [
+    micro_batches = plan.replicas[dp_rank].micro_batches
+    shapes = [
         batch_shape([plan.lengths[i] for i in m.samples], packing=packing, align=align)
-        for m in plan.replicas[dp_rank].micro_batches
+        for m in micro_batches
+    ]
+    if not bucket_widths:
+        return shapes
+    return [
+        (rows, width if m.dummy else padded_width(width, bucket_widths))
+        for m, (rows, width) in zip(micro_batches, shapes, strict=True)
     ]
 
 
@@ -50,6 +66,7 @@ def run_replica(
     *,
     build: Callable[[int], T],
     forward_step: ForwardStep,
+    shapes: Sequence[tuple[int, int]] | None = None,
     forward_only: bool = False,
     planned_shapes: bool = True,
     check_shapes: bool = False,
@@ -60,8 +77,10 @@ def run_replica(
     Args:
         model: this rank's chunks.
         plan: of the whole mini-batch.
-        build: makes the tensors of micro-batch i of this replica; called once for each.
+        build: makes the tensors of micro-batch i of this replica; called once for each, ahead of
+            its use, in another thread.
         forward_step: Megatron's `forward_step_func`, given an iterator over what `build` made.
+        shapes: (rows, width) of the tensors, if not `micro_batch_shapes(plan)`.
         forward_only: leave the backward passes out.
         planned_shapes: see `run_schedule`; the tensors must then have the planned shapes.
         check_shapes: see `run_schedule`.
@@ -74,14 +93,17 @@ def run_replica(
     dp_rank = model.placement.dp_rank
     schedule = replica_schedule(plan, dp_rank, forward_only=forward_only)
     feed = MicroBatchFeed(
-        build, num_micro_batches=schedule.num_micro_batches, num_chunks=len(model.chunks)
+        build,
+        num_micro_batches=schedule.num_micro_batches,
+        num_chunks=len(model.chunks),
+        prefetch=True,
     )
     return run_schedule(
         model,
         schedule,
         forward_step=forward_step,
         iterators=feed.iterators(),
-        shapes=micro_batch_shapes(plan, dp_rank),
+        shapes=micro_batch_shapes(plan, dp_rank) if shapes is None else shapes,
         planned_shapes=planned_shapes,
         check_shapes=check_shapes,
         timers=recorder,

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_batching.data import Batch, MiniBatch
+from megatron_batching.data import Batch
 from megatron_batching.loss import (
     Aggregation,
     Counts,
@@ -187,11 +187,6 @@ class StepLoss:
             moe=self.scaling.auxiliary(moe),
             mtp=self.scaling.auxiliary(mtp),
         )
-
-
-def mini_batch_mtp_tokens(mini_batch: MiniBatch) -> float:
-    """What the first MTP layer averages over, in the whole mini-batch."""
-    return sum(auxiliary.mtp_tokens(sample.loss_mask) for sample in mini_batch.samples)
 
 
 def _pieces(batch: Batch, values: Tensor) -> list[Tensor]:

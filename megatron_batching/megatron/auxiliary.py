@@ -59,11 +59,6 @@ def prepare_routers(model: PipelineModel) -> None:
             moe_utils.te_general_gemm = None
 
 
-def mtp_tokens(sample_loss_mask: Tensor) -> float:
-    """What the first MTP layer averages over in one sample: its [n] loss mask, one token ahead."""
-    return float(sample_loss_mask[2:].double().sum())
-
-
 def mtp_sum(*, per_token: bool, mtp_tokens: float, loss_tokens: float) -> float:
     """By how much Megatron multiplies a micro-batch's mean MTP loss before any scale.
 

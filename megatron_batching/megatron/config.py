@@ -13,6 +13,7 @@ from megatron_batching.plan import Layout
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,15 @@ class OptimizerSettings:
     """Adam with decoupled weight decay."""
 
     lr: float = 1e-3
-    """Learning rate, constant over the run."""
+    """Learning rate after the warm-up."""
+    lr_warmup_steps: int = 0
+    """Mini-batches over which the rate rises from 0."""
+    lr_decay_steps: int | None = None
+    """Mini-batches, warm-up included, after which the rate is min_lr; needed to decay."""
+    lr_decay_style: str = "constant"
+    """constant, linear, cosine or inverse-square-root."""
+    min_lr: float = 0.0
+    """Rate at the end of the decay."""
     weight_decay: float = 0.0
     """Decoupled weight decay; vectors (norms, biases) are exempt."""
     adam_beta1: float = 0.9
@@ -85,6 +94,20 @@ class OptimizerSettings:
             raise ValueError(f"optimizer.lr={self.lr} must be above 0")
         if self.clip_grad < 0:
             raise ValueError(f"optimizer.clip_grad={self.clip_grad} must be 0 (off) or above")
+        if self.lr_decay_style not in LR_DECAY_STYLES:
+            raise ValueError(
+                f"optimizer.lr_decay_style={self.lr_decay_style!r} is not one of "
+                + ", ".join(LR_DECAY_STYLES)
+            )
+        if self.lr_decay_style != "constant" and self.lr_decay_steps is None:
+            raise ValueError(
+                f"optimizer.lr_decay_style={self.lr_decay_style} needs optimizer.lr_decay_steps"
+            )
+        if self.lr_decay_steps is not None and self.lr_decay_steps <= self.lr_warmup_steps:
+            raise ValueError(
+                f"optimizer.lr_decay_steps={self.lr_decay_steps} must be above "
+                f"optimizer.lr_warmup_steps={self.lr_warmup_steps}"
+            )
 
 
 def world_size_from_environment() -> int:

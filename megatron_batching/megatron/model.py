@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_batching.megatron.config import ModelConfig
 from megatron_batching.megatron.parallel import Placement
+from megatron_batching.megatron.value_head import ValueHead
 from megatron_batching.plan import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -112,6 +113,7 @@ def build_model(
     *,
     seed: int = 0,
     ddp: DistributedDataParallelConfig | None = None,
+    value_head: bool = False,
 ) -> PipelineModel:
     """Build this rank's chunks, wrapped in Megatron's DDP.
 
@@ -120,12 +122,17 @@ def build_model(
         placement: from `initialize`; Megatron's parallel state must stand.
         seed: of the initial weights, which are the same under every layout.
         ddp: Megatron's DDP settings, in the place of `model.ddp`.
+        value_head: end in one value a token, [b, s, 1], instead of logits: a critic.
 
     Raises:
         ValueError: the layout does not divide the model.
     """
     layout = placement.layout
     check_model(model, layout)
+    if value_head and model.tie_embeddings:
+        raise ValueError(
+            "model.tie_embeddings=true, but a value model has no vocabulary to tie; set it to false"
+        )
     use_te = placement.device.type == "cuda" and has_transformer_engine()
     config = _transformer_config(model, placement)
     ddp = ddp or DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **model.ddp})
@@ -143,6 +150,8 @@ def build_model(
             share_embeddings_and_output_weights=model.tie_embeddings,
             vp_stage=chunk if layout.vpp > 1 else None,
         )
+        if value_head and gpt.post_process:
+            gpt.output_layer = ValueHead(config)
         if placement.device.type == "cuda":
             gpt.cuda(placement.device)
         module = gpt if model.precision == "fp32" else Float16Module(config, gpt)

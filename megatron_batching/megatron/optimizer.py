@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_batching.megatron.config import OptimizerSettings
 from megatron_batching.megatron.model import PipelineModel, check_fields
@@ -42,3 +44,48 @@ def gradient_norm(optimizer: Any) -> float:
     """Global 2-norm of the gradients of the last backward pass, without a step."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
+
+
+def build_lr_schedule(settings: OptimizerSettings, optimizer: Any) -> OptimizerParamScheduler:
+    """Megatron's schedule of the learning rate; one step of it is one mini-batch."""
+    warmup = settings.lr_warmup_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=settings.lr_decay_steps or warmup + 1,
+        lr_decay_style=settings.lr_decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+@torch.no_grad()
+def move(
+    model: PipelineModel, optimizer: Any, device: torch.device, *, weights: bool, states: bool
+) -> None:
+    """Move weights with their gradient buffers, or optimizer states, to another device.
+
+    Gradients do not survive: they come back as zeros. On the CPU there is nowhere to go.
+    """
+    if model.placement.device.type == "cpu":
+        return
+    leaves = device.type == "cpu"
+    if weights:
+        for chunk in model.chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                # DDP's buffers keep their tensors, which others are views of, without storage.
+                buffer.offload_to_cpu() if leaves else buffer.reload_from_cpu()
+                if buffer.param_data is None:
+                    for parameter in buffer.params:
+                        parameter.data = parameter.data.to(device)
+    if states:
+        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+            for state in one.optimizer.state.values():
+                state.update({k: v.to(device) for k, v in state.items() if torch.is_tensor(v)})

@@ -1,0 +1,64 @@
+"""What must fit together before an engine may train: model type, loss, model, batching.
+
+Each check raises one ValueError that names values, rule and remedy; together they are what
+stands between a user's settings and a loss that is silently wrong.
+"""
+
+from __future__ import annotations
+
+from megatron_batching.engine.registry import MODEL_TYPES
+from megatron_batching.loss import CrossEntropy, Objective, ValueLoss, check_regime
+from megatron_batching.loss.metrics import check_kinds
+from megatron_batching.megatron.auxiliary import RouterShares
+from megatron_batching.megatron.model import PipelineModel
+from megatron_batching.plan import BatchingOptions
+
+
+def choose_objective(model_type: str, objective: Objective | None) -> Objective:
+    """The objective of an engine: the one given, or its model type's usual one.
+
+    >>> type(choose_objective("value_model", None)).__name__
+    'ValueLoss'
+    """
+    if model_type not in MODEL_TYPES:
+        raise ValueError(f"model_type={model_type!r} is not one of {', '.join(MODEL_TYPES)}")
+    is_critic = model_type == "value_model"
+    if objective is None:
+        return ValueLoss() if is_critic else CrossEntropy()
+    check_kinds(objective.metrics)
+    if objective.reads_values != is_critic:
+        raise ValueError(
+            f"{type(objective).__name__} reads {'values' if objective.reads_values else 'logits'}, "
+            f"but a {model_type} gives {'values' if is_critic else 'logits'}; pass model_type="
+            f"{'value_model' if objective.reads_values else 'language_model'}"
+        )
+    return objective
+
+
+def check_model(
+    model: PipelineModel, batching: BatchingOptions, objective: Objective, expert_shares: str
+) -> None:
+    """Raise ValueError unless the built model, the batching and the loss go together."""
+    config, layout = model.config, model.placement.layout
+    check_regime(config, model.chunks, dp=layout.dp, cp=layout.cp)
+    if expert_shares not in ("micro_batch", "mini_batch"):
+        raise ValueError(f"expert_shares={expert_shares!r} is not one of micro_batch, mini_batch")
+    if expert_shares == "mini_batch":
+        RouterShares(model)
+    if config.mtp_num_layers is None:
+        return
+    if layout.cp > 1:
+        raise ValueError(
+            f"mtp_num_layers={config.mtp_num_layers} with cp={layout.cp}: Megatron averages "
+            "MTP losses on each cp rank by itself; use cp=1"
+        )
+    if batching.packing == "packed" and not model.uses_transformer_engine:
+        raise ValueError(
+            f"mtp_num_layers={config.mtp_num_layers} with packing=packed and local layers: "
+            "MTP would predict across sample borders; use packing=padded"
+        )
+    if objective != CrossEntropy():
+        raise ValueError(
+            f"mtp_num_layers={config.mtp_num_layers} with {objective}: Megatron computes "
+            "MTP losses together with a plain cross entropy only; use CrossEntropy()"
+        )

@@ -1,0 +1,281 @@
+"""The reference engine: the same plan on PyTorch FSDP2, micro-batch by micro-batch.
+
+Where the pipeline engine hands all micro-batches to a schedule, this one walks through its
+replica's micro-batches and calls backward on each: the other way to consume a plan, and a check
+of the first, for it shares neither the schedule, nor Megatron's DDP and its scaling, nor the
+optimizer. FSDP averages gradients over its ranks, so a share of the loss is multiplied by their
+number. Gradients are reduced once, in the last micro-batch's backward.
+
+FSDP gathers weights in every forward pass, on all ranks together; replicas with fewer
+micro-batches therefore run dummies to the end. A plan for any layout with as many replicas as there
+are ranks will do. There is no pipeline, tensor or context parallelism here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from megatron_batching.data import Batch, ShardedMiniBatch, collate
+from megatron_batching.engine.checks import choose_objective
+from megatron_batching.engine.contract import AnyMiniBatch, Engine
+from megatron_batching.engine.report import StepReport
+from megatron_batching.engine.step_loss import StepLoss
+from megatron_batching.loss import (
+    Aggregation,
+    LossScaling,
+    Objective,
+    as_aggregation,
+)
+from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
+from megatron_batching.megatron.model import PipelineModel, build_model
+from megatron_batching.megatron.parallel import Placement
+from megatron_batching.plan import BatchingOptions, MicroBatchPlan, plan_mini_batch
+
+
+class FSDPEngine(Engine):
+    """Trains a GPT on planned micro-batches with its weights sharded over all ranks.
+
+    Args:
+        model: shape and numerics of the GPT.
+        placement: from `megatron_batching.megatron.initialize`, with dp alone above 1.
+        batching: how mini-batches are cut, unless a plan is passed.
+        optimizer: Adam's settings.
+        seed: of the initial weights, which are those of the pipeline engine.
+        objective: per-token loss; cross entropy by default.
+        aggregation: from per-token losses to one number.
+        model_type: "language_model" or "value_model".
+
+    Raises:
+        ValueError: the layout has more than replicas.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        placement: Placement,
+        batching: BatchingOptions,
+        optimizer: OptimizerSettings | None = None,
+        seed: int = 0,
+        objective: Objective | None = None,
+        aggregation: Aggregation | str = "token-mean",
+        model_type: str = "language_model",
+    ) -> None:
+        layout = placement.layout
+        if layout.world_size != layout.dp:
+            raise ValueError(
+                f"the FSDP engine shards over replicas only, but the layout has pp {layout.pp}, "
+                f"tp {layout.tp}, cp {layout.cp}; use dp alone, or the megatron backend"
+            )
+        self.placement = placement
+        self.batching = batching
+        self.objective: Objective = choose_objective(model_type, objective)
+        self.aggregation = as_aggregation(aggregation)
+        self._model_config = model
+        self._settings = optimizer or OptimizerSettings()
+        self._seed = seed
+        self._model_type = model_type
+        self.initialize()
+
+    def initialize(self) -> None:
+        built = build_model(
+            self._model_config,
+            self.placement,
+            seed=self._seed,
+            value_head=self._model_type == "value_model",
+        )
+        gpt = built.chunks[0].module
+        mesh = init_device_mesh(self.placement.device.type, (self.placement.layout.dp,))
+        for layer in gpt.decoder.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(gpt, mesh=mesh)
+        self._group = mesh.get_group()
+        self.module: Any = gpt
+        self.model = PipelineModel(
+            config=built.config,
+            chunks=[gpt],
+            placement=self.placement,
+            uses_transformer_engine=built.uses_transformer_engine,
+        )
+        settings = self._settings
+        vectors = [p for p in gpt.parameters() if p.dim() < 2]
+        matrices = [p for p in gpt.parameters() if p.dim() >= 2]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": settings.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=settings.lr,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+        )
+
+    def modules(self) -> list[torch.nn.Module]:
+        return [self.module]
+
+    def plan(self, mini_batch: AnyMiniBatch) -> MicroBatchPlan:
+        """Cut a global mini-batch; the same on every rank."""
+        return plan_mini_batch(mini_batch.lengths, self.placement.layout, self.batching)
+
+    def train_batch(
+        self, mini_batch: AnyMiniBatch, *, plan: MicroBatchPlan | None = None
+    ) -> StepReport:
+        self.optimizer_zero_grad()
+        report = self.forward_backward_batch(mini_batch, plan=plan)
+        self.optimizer_step()
+        self.lr_scheduler_step()
+        return report
+
+    def forward_backward_batch(
+        self, mini_batch: AnyMiniBatch, *, plan: MicroBatchPlan | None = None
+    ) -> StepReport:
+        start = time.perf_counter()
+        plan = plan or self.plan(mini_batch)
+        loss = self._step_loss(mini_batch)
+        rows = []
+        batches = list(self._batches(mini_batch, plan, loss))
+        for i, batch in enumerate(batches):
+            self.module.set_requires_gradient_sync(i == len(batches) - 1)
+            output, loss_function = loss.forward_step(iter([batch]), self.module)
+            value, row = loss_function(output)
+            value.backward()
+            rows.append(row)
+        metrics = loss.metrics(rows)
+        return StepReport(
+            plan=plan,
+            loss=metrics.values()["loss"],
+            grad_norm=float(_whole(self._gradient_norm())),
+            step_time_s=time.perf_counter() - start,
+            bubble_fraction=0.0,
+            events=(),
+            metrics=metrics,
+        )
+
+    def infer_batch(
+        self, mini_batch: AnyMiniBatch, *, plan: MicroBatchPlan | None = None
+    ) -> dict[int, torch.Tensor]:
+        """Log-probability (or value) of every token of the samples that this rank ran, [n] each."""
+        plan = plan or self.plan(mini_batch)
+        collected: list[list[torch.Tensor]] = []
+        loss = self._step_loss(mini_batch, collect=lambda pieces, _: collected.append(pieces))
+        with torch.no_grad():
+            for batch in self._batches(mini_batch, plan, loss):
+                output, loss_function = loss.forward_step(iter([batch]), self.module)
+                loss_function(output)
+        samples = [m.samples for m in plan.replicas[self.placement.dp_rank].micro_batches]
+        found = {
+            n: piece
+            for of_batch, pieces in zip(samples, collected, strict=False)
+            for n, piece in zip(of_batch, pieces, strict=True)
+        }
+        return dict(sorted(found.items()))
+
+    def optimizer_zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def optimizer_step(self) -> float:
+        largest = self._settings.clip_grad or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), largest)
+        self.optimizer.step()
+        return float(_whole(norm))
+
+    def lr_scheduler_step(self) -> float:
+        return self._settings.lr
+
+    def get_data_parallel_rank(self) -> int:
+        return self.placement.dp_rank
+
+    def get_data_parallel_size(self) -> int:
+        return self.placement.layout.dp
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._group
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return True
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        target = self.placement.device if device != "cpu" else torch.device("cpu")
+        if model:
+            self.module.to(target)
+        if optimizer:
+            for state in self.optimizer.state.values():
+                state.update({k: v.to(target) for k, v in state.items() if torch.is_tensor(v)})
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        model, optimizer = get_state_dict(self.module, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=str(path))
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        model, optimizer = get_state_dict(self.module, self.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=str(path))
+        set_state_dict(
+            self.module, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
+        )
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.module.named_parameters():
+            yield name, _whole(parameter.detach())
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every gradient, whole, under its parameter's global name."""
+        for name, parameter in self.module.named_parameters():
+            yield name, _whole(parameter.grad)
+
+    def _gradient_norm(self) -> torch.Tensor:
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def _step_loss(self, mini_batch: AnyMiniBatch, collect: Any = None) -> StepLoss:
+        return StepLoss(
+            model=self.model,
+            objective=self.objective,
+            aggregation=self.aggregation,
+            counts=mini_batch.counts(),
+            scaling=LossScaling(
+                per_token=False,
+                num_micro_batches=1,  # nothing divides by a count here
+                dp=self.placement.layout.dp,
+                cp=1,
+                num_tokens=sum(mini_batch.lengths),
+            ),
+            collect=collect,
+        )
+
+    def _batches(
+        self, mini_batch: AnyMiniBatch, plan: MicroBatchPlan, loss: StepLoss
+    ) -> Iterator[Batch]:
+        """This rank's micro-batches, and dummies up to the largest count of any rank."""
+        if plan.layout.dp != self.placement.layout.dp:
+            raise ValueError(
+                f"the plan has dp={plan.layout.dp}, but {self.placement.layout.dp} ranks shard the "
+                "weights; plan for as many replicas"
+            )
+        if isinstance(mini_batch, ShardedMiniBatch):
+            mini_batch = mini_batch.moved(plan)
+        micro_batches = plan.replicas[self.placement.dp_rank].micro_batches
+        weights = self.aggregation.sequence_weights(loss.counts)
+        for i in range(max(r.num_micro_batches for r in plan.replicas)):
+            samples = micro_batches[i].samples if i < len(micro_batches) else ()
+            yield collate(
+                [mini_batch.samples[n] for n in samples],
+                packing=plan.options.packing,
+                align=plan.options.alignment(plan.layout),
+                device=self.placement.device,
+                sequence_weights=[weights[n] for n in samples],
+                fields=loss.objective.fields,
+            )
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
