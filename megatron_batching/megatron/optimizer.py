@@ -27,6 +27,7 @@ def build_optimizer(settings: OptimizerSettings, model: PipelineModel) -> Any:
     values = dict(
         optimizer="adam",
         lr=settings.lr,
+        min_lr=settings.min_lr,
         weight_decay=settings.weight_decay,
         adam_beta1=settings.adam_beta1,
         adam_beta2=settings.adam_beta2,
