@@ -10,8 +10,8 @@ share of the mini-batch's loss is that value / dp. verl's step scales it by the 
 micro-batches, which here is each replica's own.
 
 What needs more of a micro-batch than its forward pass keeps verl's own path, and one warning says
-so: dynamic context parallelism, router replay, multi-token prediction, top-k distillation, and
-batches that are not jagged.
+so: dynamic context parallelism, router replay and router losses, multi-token prediction, top-k
+distillation, and batches that are not jagged.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class PlannedBatches:
         Raises:
             ValueError: the mini-batch cannot be planned; on every rank alike.
         """
-        reason = self._why_verl(data)
+        reason = self._why_verl(data, forward_only=forward_only)
         if reason is not None:
             warnings.warn(f"this batch runs on verl's own path: {reason}", stacklevel=2)
             return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
@@ -232,8 +232,10 @@ class PlannedBatches:
             owners=holdings.owners,
         )
 
-    def _why_verl(self, data: TensorDict) -> str | None:
+    def _why_verl(self, data: TensorDict, *, forward_only: bool) -> str | None:
         """Why a batch cannot be planned here, if so."""
+        if not forward_only and _has_router_losses(self.tf_config):
+            return "router losses are averaged over micro-batches, dummies among them"
         if self.engine_config.dynamic_context_parallel:
             return "dynamic_context_parallel cuts the batch itself"
         if self.enable_routing_replay:
@@ -319,6 +321,17 @@ def register() -> None:
         known = EngineRegistry._engines.get(model_type, {}).get("megatron", {})
         if (DEVICES[0], VENDOR) not in known:
             EngineRegistry.register(model_type, "megatron", device=DEVICES, vendor=VENDOR)(engine)
+
+
+def _has_router_losses(config: Any) -> bool:
+    """Whether MoE routers add balancing or z losses in the backward pass."""
+    if not config.num_moe_experts:
+        return False
+    coefficient = config.moe_aux_loss_coeff
+    balances = config.moe_router_load_balancing_type not in ("none", ["none"]) and any(
+        coefficient if isinstance(coefficient, list) else [coefficient]
+    )
+    return balances or bool(config.moe_z_loss_coeff)
 
 
 def _as_verl_counts(total: float) -> float | int:

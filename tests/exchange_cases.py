@@ -1,0 +1,72 @@
+"""What the workers of the exchange tests run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_batching.data import Holdings, exchange, move_samples, send_home
+from megatron_batching.megatron.parallel import initialize
+from megatron_batching.plan import BatchingOptions, Layout, plan_mini_batch
+
+
+def sample(n: int) -> dict[str, Any]:
+    """One of each kind of field that batches carry."""
+    return {
+        "ids": torch.arange(n),
+        "mask": torch.ones(n, dtype=torch.bool),
+        "weights": torch.linspace(0, 1, n, dtype=torch.bfloat16),
+        "positions": torch.arange(3 * n).reshape(3, n),
+        "jagged": torch.nested.as_nested_tensor(
+            [torch.full((i + 1,), float(n)) for i in range(2)], layout=torch.jagged
+        ),
+        "nothing": torch.empty(0),
+        "scalar": torch.tensor(n),
+        "object": {"text": "x" * n, "images": [torch.ones(2, n)], "none": None},
+    }
+
+
+def assert_same(found: dict[str, Any], n: int) -> None:
+    true = sample(n)
+    assert found.keys() == true.keys()
+    for key in ("ids", "mask", "weights", "positions", "nothing", "scalar"):
+        assert found[key].dtype == true[key].dtype and torch.equal(found[key], true[key]), key
+    jagged = zip(found["jagged"].unbind(), true["jagged"].unbind(), strict=True)
+    assert all(torch.equal(a, b) for a, b in jagged)
+    assert found["object"]["text"] == true["object"]["text"]
+    assert torch.equal(found["object"]["images"][0], true["object"]["images"][0])
+
+
+def anything_travels(dp: int) -> None:
+    placement = initialize(Layout(dp=dp), device="cpu")
+    me = placement.rank
+    received = exchange([sample(10 * me + to + 1) for to in range(dp)], dist.group.WORLD)
+    for source, message in enumerate(received):
+        assert_same(message, 10 * source + me + 1)
+    assert exchange([None] * dp, dist.group.WORLD) == [None] * dp
+
+
+def there_and_back(dp: int, shards: list[list[int]], balance: str) -> int:
+    """Samples move as planned, and what comes out of each returns to where it came from."""
+    placement = initialize(Layout(dp=dp), device="cpu")
+    holdings = Holdings(counts=tuple(map(len, shards)), rank=placement.dp_rank)
+    lengths = [n for shard in shards for n in shard]
+    plan = plan_mini_batch(
+        lengths,
+        Layout(dp=dp),
+        BatchingOptions(max_tokens_per_micro_batch=128, balance=balance),
+        owners=holdings.owners,
+    )
+    held = [sample(n) for n in shards[placement.dp_rank]]
+    here = move_samples(held, holdings, plan, dist.group.WORLD)
+    micro_batches = plan.replicas[placement.dp_rank].micro_batches
+    assert sorted(here) == sorted(n for m in micro_batches for n in m.samples)
+    for n, moved in here.items():
+        assert_same(moved, lengths[n])
+    outputs = {n: 2 * moved["ids"] for n, moved in here.items()}
+    home = send_home(outputs, holdings, plan, dist.group.WORLD)
+    for n, output in zip(shards[placement.dp_rank], home, strict=True):
+        assert torch.equal(output, 2 * torch.arange(n))
+    return plan.num_moved
