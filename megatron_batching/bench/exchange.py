@@ -1,0 +1,119 @@
+"""What moving samples between replicas costs, and what it saves.
+
+Run: torchrun --nproc-per-node DP -m megatron_batching.bench.exchange [options]
+
+Every process plays one replica and holds an equal share of each mini-batch, with the fields of a
+GRPO batch. Measured: sending samples to where the plan runs them and their log-probabilities and
+entropies home, over gloo through host memory (GPUs have faster ways). Simulated: the step with
+`balance="replicas"` against the same with `balance="none"`. The break-even is the step time above
+which moving pays: cost / (1 - 1 / gain). The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_batching.data import Holdings, move_samples, send_home
+from megatron_batching.megatron.config import world_size_from_environment
+from megatron_batching.plan import (
+    BatchingOptions,
+    Layout,
+    MicroBatchPlan,
+    plan_mini_batch,
+    read_lengths,
+    verl_cost_model,
+)
+
+TRACES = {"@azure_code": 16_384, "@azure_conv": 16_384, "@deepseek_r1": 49_152}
+# Per token: ids and position ids in int64, two masks, four floats of the loss.
+_FLOATS = ("old_log_probs", "ref_log_prob", "advantages", "returns")
+
+
+def main() -> None:
+    """Measure every trace and print a line for each."""
+    parser = argparse.ArgumentParser(description="cost and gain of moving samples")
+    parser.add_argument("--samples", type=int, default=64, help="samples of a replica")
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--vpp", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    rows = [_measure(name, cap, options) for name, cap in TRACES.items()]
+    if dist.get_rank() == 0:
+        print(json.dumps({"benchmark": "exchange", "rows": rows, **_machine()}))
+    dist.destroy_process_group()
+
+
+def _measure(name: str, cap: int, options: argparse.Namespace) -> dict[str, Any]:
+    dp, rank = world_size_from_environment(), dist.get_rank()
+    lengths = [min(n, cap) for n in read_lengths(f"{name}:{options.samples * dp}")]
+    holdings = Holdings(counts=(options.samples,) * dp, rank=rank)
+    layout = Layout(pp=options.pp, vpp=options.vpp, dp=dp)
+
+    def plan(balance: str) -> MicroBatchPlan:
+        batching = BatchingOptions(max_tokens_per_micro_batch=cap, balance=balance)
+        model = verl_cost_model(layout)
+        return plan_mini_batch(lengths, layout, batching, model, owners=holdings.owners)
+
+    moved, stayed = plan("replicas"), plan("none")
+    gain = stayed.predicted.step_time / moved.predicted.step_time
+    held = [_sample(lengths[n]) for n in holdings.own]
+    seconds = []
+    for _ in range(options.repeats + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        here = move_samples(held, holdings, moved, dist.group.WORLD)
+        outputs = {n: {"log_probs": s["returns"], "entropy": s["returns"]} for n, s in here.items()}
+        send_home(outputs, holdings, moved, dist.group.WORLD)
+        seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(statistics.median(seconds[1:]))
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    row = {
+        "trace": name,
+        "samples": len(lengths),
+        "moved": moved.num_moved,
+        "megabytes": sum(_size(_sample(n)) for n in lengths) / 1e6,
+        "exchange_s": slowest.item(),
+        "gain": gain,
+        "break_even_step_s": slowest.item() / (1 - 1 / gain) if gain > 1 else None,
+    }
+    if rank == 0:
+        print(
+            f"{name}, dp {dp}, pp {options.pp} x vpp {options.vpp}: {row['moved']} of "
+            f"{row['samples']} samples move, {row['exchange_s'] * 1e3:.1f} ms there and back; "
+            f"step {gain:.2f}x faster (simulated)",
+            flush=True,
+        )
+    return row
+
+
+def _sample(n: int) -> dict[str, torch.Tensor]:
+    row = {"input_ids": torch.zeros(n, dtype=torch.int64), "position_ids": torch.arange(n)}
+    row |= {name: torch.zeros(n, dtype=torch.int64) for name in ("loss_mask", "response_mask")}
+    return row | {name: torch.zeros(n) for name in _FLOATS}
+
+
+def _size(row: dict[str, torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in row.values())
+
+
+def _machine() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "processor": platform.machine(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+if __name__ == "__main__":
+    main()
