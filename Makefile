@@ -4,6 +4,9 @@
 #   make test                   all tests that run without a GPU
 #   make test PYTHON=python3.12 the same with another interpreter
 #   make lint                   ruff and mypy
+#   make bench-plan             plan quality against the usual method, and planning time
+#   make bench-execution        planned shapes against exchanged ones, and the engine's overhead
+#   make gpu-check              what only GPUs can show, on those that there are
 #
 # TORCH names the torch to install. On Linux the package index serves a CUDA build of several GB;
 # point PIP_EXTRA_INDEX_URL at PyTorch's index of CPU wheels for a small one.
@@ -22,7 +25,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-full lint clean
+.PHONY: demo test test-full test-verl lint bench-plan bench-execution gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -34,6 +37,20 @@ test: $(VENV)/installed
 
 test-full: $(VENV)/installed
 	$(BIN)/pytest -m "slow or not slow"
+
+# The tests that need verl, in an environment that has it.
+test-verl: $(VENV)/verl
+	$(BIN)/pytest tests/test_verl_engine_multiproc.py tests/test_verl_recipe.py
+
+bench-plan: $(VENV)/installed
+	$(BIN)/python -m megatron_batching.bench.plan_quality --quick --peer baseline
+
+bench-execution: $(VENV)/installed
+	$(BIN)/torchrun --standalone --nproc-per-node 8 -m megatron_batching.bench.execution shapes
+	$(BIN)/torchrun --standalone --nproc-per-node 1 -m megatron_batching.bench.execution overhead
+
+gpu-check: $(VENV)/installed
+	$(BIN)/torchrun --standalone --nproc-per-node gpu -m megatron_batching.bench.gpu_check
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -51,6 +68,10 @@ $(VENV)/torch:
 # Editable, so that sources may change without installing again.
 $(VENV)/installed: setup.py pyproject.toml | $(VENV)/torch
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[viz,dev]"
+	touch $@
+
+$(VENV)/verl: $(VENV)/installed
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[viz,dev,verl]"
 	touch $@
 
 clean:

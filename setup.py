@@ -50,6 +50,7 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["megatron-batching = megatron_batching.cli:main"],
+        "verl.plugins": ["megatron_batching = megatron_batching.integrations.verl_plugin"],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

@@ -1,1 +1,1 @@
-"""."""
+"""Commands and benchmarks: training, comparison, simulation, measured against predicted."""

@@ -89,7 +89,7 @@ def _measure(name: str, cap: int, options: argparse.Namespace) -> dict[str, Any]
     if rank == 0:
         print(
             f"{name}, dp {dp}, pp {options.pp} x vpp {options.vpp}: {row['moved']} of "
-            f"{row['samples']} samples move, {row['exchange_s'] * 1e3:.1f} ms there and back; "
+            f"{row['samples']} samples move, {slowest.item() * 1e3:.1f} ms there and back; "
             f"step {gain:.2f}x faster (simulated)",
             flush=True,
         )

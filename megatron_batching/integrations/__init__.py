@@ -1,1 +1,1 @@
-"""."""
+"""Frameworks that run on the engines."""
