@@ -1,1 +1,1 @@
-"""The engines: contract, registry, settings, the Megatron pipeline and its FSDP reference."""
+"""What a trainer calls: the engine contract, its registry, and the engines behind it."""

@@ -41,8 +41,10 @@ class Engine(abc.ABC):
     def train_mode(self) -> Iterator[None]:
         """Dropout and the like as in training; gradients are zeroed on the way out."""
         with self._in_mode("train"):
-            yield
-        self.optimizer_zero_grad()
+            try:
+                yield
+            finally:
+                self.optimizer_zero_grad()
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:

@@ -319,7 +319,8 @@ class PipelineEngine(Engine):
             )
 
         recorder = StepRecorder(on_gpu=placement.device.type == "cuda")
-        self.optimizer_zero_grad()
+        if not forward_only:
+            self.optimizer_zero_grad()
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
             if self.expert_shares == "mini_batch" and not forward_only:

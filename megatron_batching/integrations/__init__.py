@@ -1,1 +1,1 @@
-"""Frameworks that run on the engines."""
+"""Backends for trainers that are written elsewhere; each imports its trainer, and nobody else."""

@@ -81,7 +81,8 @@ class PlannedBatches:
 
     def initialize(self) -> None:
         """As verl, with the settings checked first: a wrong one fails before a model is built."""
-        self.__dict__.pop("settings", None)
+        for name in ("settings", "_placement"):
+            self.__dict__.pop(name, None)
         _LOG.info("micro-batches are planned: %s", self.settings)
         super().initialize()  # type: ignore[misc]
 
