@@ -7,6 +7,7 @@ process group exists, so that all ranks raise the same error and none is left wa
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 from dataclasses import dataclass
 
@@ -75,14 +76,15 @@ def initialize(
             world_size=layout.world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    _drop_parallel_state()
+    others = _process_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
     )
+    _groups_of_megatron.extend(_process_groups() - others)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return Placement(
         layout=layout,
@@ -97,11 +99,32 @@ def initialize(
 
 def shut_down() -> None:
     """Destroy the parallel state and the process groups, and leave the CPU mode."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    _drop_parallel_state()
     if dist.is_initialized():
         dist.destroy_process_group()
     cpu.leave()
+
+
+_groups_of_megatron: list[dist.ProcessGroup] = []
+
+
+def _process_groups() -> set[dist.ProcessGroup]:
+    """Every group that this process is in."""
+    return set(dist.distributed_c10d._world.pg_map)
+
+
+def _drop_parallel_state() -> None:
+    """Forget Megatron's groups and close them.
+
+    Megatron only forgets them; each gloo group keeps threads that poll its sockets, hundreds of
+    them after a dozen layouts in one process.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    for group in _process_groups().intersection(_groups_of_megatron):
+        dist.destroy_process_group(group)
+    _groups_of_megatron.clear()
+    gc.collect()
 
 
 def _choose_device(device: str, allow_cpu_with_gpu: bool) -> torch.device:
