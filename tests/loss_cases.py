@@ -10,22 +10,37 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import unittest.mock
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megatron_batching.data import MiniBatch, Sample, collate, synthetic_mini_batch
 from megatron_batching.engine.pipeline import PipelineEngine
-from megatron_batching.loss import Aggregation, CrossEntropy, PolicyLoss, ValueLoss
+from megatron_batching.loss import (
+    Aggregation,
+    CrossEntropy,
+    Metrics,
+    PolicyLoss,
+    ValueLoss,
+    token_log_probs,
+)
 from megatron_batching.megatron import model as model_module
 from megatron_batching.megatron.auxiliary import prepare_routers
-from megatron_batching.megatron.config import ModelConfig, world_size_from_environment
+from megatron_batching.megatron.config import (
+    ModelConfig,
+    OptimizerSettings,
+    world_size_from_environment,
+)
 from megatron_batching.megatron.model import PipelineModel, build_model
 from megatron_batching.megatron.parallel import initialize
 from megatron_batching.plan import BatchingOptions, Layout
@@ -49,18 +64,35 @@ _MOE = dict(
 )
 
 
+class _ValueHead(torch.nn.Linear):
+    """One value a token, called as Megatron's output layer is."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> Any:
+        return super().forward(hidden), None
+
+
+_POSITIONS = {"token-local": "none", "mtp": "rope"}
+
+
 def model_config(kind: str, precision: str, per_token: bool, num_layers: int) -> ModelConfig:
     """The small GPT of each kind; fp64 is set through Megatron's own fields.
 
     Rotary angles are fp32 whatever the model's dtype, and count positions in the packed row: equal
-    between packed and padded rows to fp32 only. Learned positions are exact.
+    between packed and padded rows to fp32 only. Learned positions are exact, but Megatron does not
+    join their gradients between the first stage and an MTP layer on the last.
     """
     dtype = torch.float64 if precision == "fp64" else torch.float32
     transformer: dict[str, Any] = dict(
         calculate_per_token_loss=per_token, params_dtype=dtype, pipeline_dtype=dtype
     )
-    if kind == "moe":
+    if kind.startswith("moe"):
         transformer.update(_MOE, moe_router_load_balancing_type="aux_loss")
+    if kind == "moe z-loss":
+        transformer.update(moe_aux_loss_coeff=0.0)
     if kind == "mtp":
         transformer.update(mtp_num_layers=1, mtp_loss_scaling_factor=0.3)
     return ModelConfig(
@@ -69,7 +101,7 @@ def model_config(kind: str, precision: str, per_token: bool, num_layers: int) ->
         num_attention_heads=2,
         vocab_size=32,
         max_sequence_length=64,
-        position_embedding="none" if kind == "token-local" else "learned_absolute",
+        position_embedding=_POSITIONS.get(kind, "learned_absolute"),
         transformer=transformer,
         ddp=dict(grad_reduce_in_fp32=precision == "fp32"),
     )
@@ -96,7 +128,7 @@ def _layers(kind: str) -> Iterator[None]:
     gpt_model = model_module.GPTModel
 
     def spec(*args: Any, **kwargs: Any) -> Any:
-        layer = local_spec(num_experts=4) if kind == "moe" else local_spec()
+        layer = local_spec(num_experts=4) if kind.startswith("moe") else local_spec()
         if kind == "token-local":
             layer.submodules.self_attention = IdentityOp
             layer.submodules.self_attn_bda = IdentityFuncOp
@@ -110,6 +142,8 @@ def _layers(kind: str) -> Iterator[None]:
         gpt = gpt_model(
             *args, config=config, transformer_layer_spec=transformer_layer_spec, **kwargs
         )
+        if kind == "value" and gpt.post_process:
+            gpt.output_layer = _ValueHead(config.hidden_size)
         # Megatron's torch norms are fp32 whatever `params_dtype` says.
         return gpt.to(config.params_dtype)
 
@@ -152,6 +186,7 @@ def planned_steps(
     lengths: tuple[int, ...] = LENGTHS,
     masked: tuple[int, ...] = FULLY_MASKED,
     expert_shares: str = "micro_batch",
+    loss_scale: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Forward and backward of every batching and mode; errors against the reference.
 
@@ -167,6 +202,8 @@ def planned_steps(
     }
     placement = initialize(Layout(**layout), device="cpu")
     model = build(kind, precision, per_token, num_layers, placement)
+    if loss_scale != 1:
+        model.config.grad_scale_func = lambda x: x * loss_scale
     results = []
     for name, batching in batchings.items():
         for mode in modes:
@@ -177,6 +214,7 @@ def planned_steps(
                 objective=OBJECTIVES[objective],
                 aggregation=aggregation(mode),
                 expert_shares=expert_shares,
+                model_type="value_model" if kind == "value" else "language_model",
             )
             report = engine.forward_backward_batch(mini_batch(lengths, masked))
             results.append(
@@ -185,7 +223,7 @@ def planned_steps(
                     "mode": mode,
                     "counts": [r.num_micro_batches for r in report.plan.replicas],
                     "num_dummies": report.plan.num_dummies,
-                    **_errors(engine, report, truths[mode]),
+                    **_errors(engine, report, truths[mode], loss_scale),
                 }
             )
     return results
@@ -213,14 +251,14 @@ def aggregation(mode: str) -> Aggregation:
     return Aggregation(mode=mode, norm=NORM if mode.endswith("norm") else None)
 
 
-def _errors(engine: PipelineEngine, report: Any, truth: Any) -> dict[str, Any]:
+def _errors(engine: PipelineEngine, report: Any, truth: Any, loss_scale: float) -> dict[str, Any]:
     true_metrics, true_grads = truth
     placement = engine.placement
     gradients: dict[str, float] = {}
     for name, parameter in engine.model.named_parameters():
         whole = true_grads[name]
         part = shard(whole, parameter, placement)
-        difference = (parameter.main_grad.double() - part).abs().max()
+        difference = (parameter.main_grad.double() / loss_scale - part).abs().max()
         gradients[name] = _relative(difference.item(), whole.abs().max().item())
     values = report.metrics.values()
     assert set(values) == set(true_metrics), (values, true_metrics)
@@ -230,16 +268,21 @@ def _errors(engine: PipelineEngine, report: Any, truth: Any) -> dict[str, Any]:
     return {
         "loss": metrics["loss"],
         "metrics": max(metrics.values()),
-        "norm": _relative(abs(report.grad_norm - norm), norm),
+        "norm": _relative(abs(report.grad_norm / loss_scale - norm), norm),
         "gradient": gradients[worst],
         "worst_parameter": worst,
     }
 
 
 def _relative(difference: float, size: float) -> float:
-    """Relative to the truth; where that is 0, any difference is infinitely wrong."""
+    """Relative to the truth; where that is 0, any difference is infinitely wrong.
+
+    So is anything that is not a number.
+    """
+    if not math.isfinite(difference):
+        return math.inf
     if size == 0:
-        return 0.0 if difference == 0 else float("inf")
+        return 0.0 if difference == 0 else math.inf
     return difference / size
 
 
@@ -262,14 +305,14 @@ def _reference_outputs(
     """Logits [sequences, width, vocabulary] of the whole mini-batch with their graph."""
     placement = initialize(Layout(dp=world_size_from_environment()), device="cpu")
     # The router's and MTP's losses are computed in fp32 by Megatron, whatever the model's dtype.
-    if kind in ("moe", "mtp"):
+    if kind.startswith("moe") or kind == "mtp":
         precision = "fp32"
     model = build(kind, precision, False, num_layers, placement)
     prepare_routers(model)
     samples = mini_batch(lengths, masked).samples
     batch = collate(samples, packing="padded")
     arguments = {}
-    if kind == "moe":
+    if kind.startswith("moe"):
         arguments["padding_mask"] = ~batch.is_token
     if kind == "mtp":
         arguments |= dict(loss_mask=batch.loss_mask, labels=batch.labels)
@@ -306,7 +349,7 @@ def reference(
     else:
         token_loss, metrics = _token_losses(objective, output.double(), batch.labels, field)
     loss = _aggregate(token_loss, mask, mode)
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1)
     MTPLossAutoScaler.main_loss_backward_scale = torch.ones(1)
     gradients = torch.autograd.grad(
         loss, list(parameters.values()), retain_graph=True, allow_unused=True
@@ -354,6 +397,8 @@ def _token_losses(
     name: str, output: torch.Tensor, labels: torch.Tensor, field: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     objective = OBJECTIVES[name]
+    if isinstance(objective, ValueLoss):
+        return _value_losses(objective, output[..., 0], field)
     log_softmax = torch.log_softmax(output / objective.temperature, -1)
     log_probs = log_softmax.gather(-1, labels[..., None])[..., 0]
     if isinstance(objective, CrossEntropy):
@@ -380,3 +425,151 @@ def _token_losses(
     }
     loss = -dual - objective.entropy_coefficient * entropy + objective.kl_coefficient * kl
     return loss, metrics
+
+
+def _value_losses(
+    objective: ValueLoss, values: torch.Tensor, field: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    error = (values - field["returns"]) ** 2
+    moved = values - field["old_values"]
+    moved = torch.clamp(moved, -objective.clip, objective.clip)
+    clipped_error = (field["old_values"] + moved - field["returns"]) ** 2
+    loss = torch.stack([error, clipped_error]).amax(0) / 2
+    return loss, {"value": ("mean", values), "clipped_fraction": ("mean", clipped_error > error)}
+
+
+def all_masked(*, layout: dict[str, Any], per_token: bool, kind: str = "gpt") -> dict[str, Any]:
+    """A mini-batch without any loss: what comes back."""
+    placement = initialize(Layout(**layout), device="cpu")
+    engine = PipelineEngine(
+        model=build(kind, "fp32", per_token, 4, placement),
+        placement=placement,
+        batching=BatchingOptions(max_tokens_per_micro_batch=48),
+        objective=OBJECTIVES["ppo"],
+    )
+    everyone = tuple(range(len(LENGTHS)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = engine.forward_backward_batch(mini_batch(LENGTHS, everyone))
+    grads = [p.main_grad for _, p in engine.model.named_parameters()]
+    return {
+        "loss": report.loss,
+        "norm": report.grad_norm,
+        "metrics": report.metrics.values(),
+        "gradient": max(g.abs().max().item() for g in grads),
+        "warnings": [str(w.message) for w in caught],
+    }
+
+
+def regime_switched_after_building(*, layout: dict[str, Any], per_token: bool) -> str:
+    """The error of a step whose config no longer says what DDP was built for."""
+    placement = initialize(Layout(**layout), device="cpu")
+    engine = PipelineEngine(
+        model=build("gpt", "fp32", per_token, 4, placement),
+        placement=placement,
+        batching=BatchingOptions(micro_batch_size=2),
+    )
+    engine.model.config.calculate_per_token_loss = not per_token
+    try:
+        engine.forward_backward_batch(mini_batch(LENGTHS, ()))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def log_prob_errors(
+    *, layout: dict[str, Any], batching: dict[str, Any], kind: str = "gpt"
+) -> dict[str, Any]:
+    """Largest errors of a forward-only pass, and the samples that this rank has outputs of."""
+    num_layers = num_layers_of(layout)
+    batch, samples, _, output = _reference_outputs(kind, "fp64", num_layers, LENGTHS, ())
+    log_softmax = torch.log_softmax(output.detach() / 0.7, -1)
+    log_probs = log_softmax.gather(-1, batch.labels[..., None])[..., 0]
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    placement = initialize(Layout(**layout), device="cpu")
+    engine = PipelineEngine(
+        model=build(kind, "fp64", False, num_layers, placement),
+        placement=placement,
+        batching=BatchingOptions(**batching),
+    )
+    found = engine.log_prob_batch(
+        mini_batch(LENGTHS, FULLY_MASKED), temperature=0.7, with_entropy=True
+    )
+    errors = [0.0]
+    for i, tokens in found.items():
+        n = len(samples[i])
+        for values, truth in ((tokens.log_probs, log_probs), (tokens.entropy, entropy)):
+            assert values is not None and values.shape == (n,) and values[0] == 0
+            errors += (values[1:] - truth[i, : n - 1]).abs().tolist()
+    return {"samples": list(found), "error": max(errors)}
+
+
+def log_probs_against_megatron() -> dict[str, float]:
+    """Differences to Megatron's vocab-parallel cross entropy, with a vocabulary split in two."""
+    initialize(Layout(tp=2), device="cpu")
+    rank, generator = torch.distributed.get_rank(), torch.Generator().manual_seed(0)
+    whole = 3 * torch.randn(2, 7, 16, generator=generator)
+    labels = torch.randint(0, 16, (2, 7), generator=generator)
+    weights = torch.randn(2, 7, generator=generator)
+    ours = whole[..., 8 * rank : 8 * rank + 8].clone().requires_grad_()
+    theirs = whole[..., 8 * rank : 8 * rank + 8].clone().requires_grad_()
+    exact = whole.double().requires_grad_()
+    group = parallel_state.get_tensor_model_parallel_group()
+    found = token_log_probs(ours, labels, with_entropy=True, tp_group=group)
+    assert found.entropy is not None
+    cross_entropy = vocab_parallel_cross_entropy(theirs.clone(), labels)
+    log_softmax = torch.log_softmax(exact, -1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    differences = {
+        "log_probs": (found.log_probs + cross_entropy).abs().max().item(),
+        "entropy": (found.entropy - entropy).abs().max().item(),
+    }
+    (found.log_probs * weights).sum().backward(retain_graph=True)
+    (-cross_entropy * weights).sum().backward()
+    assert ours.grad is not None and theirs.grad is not None
+    differences["gradient"] = (ours.grad - theirs.grad).abs().max().item()
+    ours.grad = None
+    (found.entropy * weights).sum().backward()
+    (entropy * weights).sum().backward()
+    assert ours.grad is not None and exact.grad is not None
+    part = exact.grad[..., 8 * rank : 8 * rank + 8]
+    differences["entropy_gradient"] = (ours.grad - part).abs().max().item()
+    return differences
+
+
+def train(
+    *, layout: dict[str, Any], batching: dict[str, Any], num_steps: int, samples: int = 16
+) -> dict[str, Any]:
+    """Losses of a training run, the number of optimizer steps, and the metrics of all of it."""
+    config = ModelConfig(
+        num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=64, max_sequence_length=128
+    )
+    placement = initialize(Layout(**layout), device="cpu")
+    engine = PipelineEngine(
+        model=config,
+        placement=placement,
+        batching=BatchingOptions(**batching),
+        optimizer=OptimizerSettings(lr=3e-3),
+        seed=SEED,
+    )
+    num_optimizer_steps = 0
+    step = engine.optimizer.step
+
+    def counted_step() -> Any:
+        nonlocal num_optimizer_steps
+        num_optimizer_steps += 1
+        return step()
+
+    engine.optimizer.step = counted_step
+    generator = torch.Generator().manual_seed(SEED)
+    losses, metrics = [], Metrics({})
+    for i in range(num_steps):
+        lengths = torch.randint(4, 64, (samples,), generator=generator).tolist()
+        report = engine.train_batch(synthetic_mini_batch(lengths, vocab_size=64, seed=i))
+        losses.append(report.loss)
+        metrics += report.metrics
+    return {
+        "losses": losses,
+        "optimizer_steps": num_optimizer_steps,
+        "metrics": metrics.values(),
+    }

@@ -1,0 +1,128 @@
+"""Break each factor of the loss's scaling in turn and show that tests fail for every one.
+
+Purpose: a test suite that passes whatever the factor is would prove nothing about it.
+Command: python tests/mutate_scaling.py, 5 to 10 minutes on 2 cores; `--only M` runs one of them.
+
+Each mutant is a copy of the sources in a temporary folder, put before the installed package; a
+mutant that no test fails on survives, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCALING = "megatron_batching/loss/scaling.py"
+AGGREGATION = "megatron_batching/loss/aggregation.py"
+STEP = "megatron_batching/engine/step_loss.py"
+COLLATE = "megatron_batching/data/collate.py"
+SHARES = "megatron_batching/megatron/auxiliary.py"
+TESTS = (
+    "tests/test_loss_multiproc.py",
+    "-k",
+    "fp64 and dp2 or fp64 and layout0 or parallel and layout0 or moe and layout2 "
+    "or mtp and layout2 or replica or (forward_only and cp)",
+)
+
+# name: (file, text, replacement); what is broken is one factor, one count or one group.
+MUTANTS = {
+    "M": (SCALING, "self.dp * self.num_micro_batches)", "self.dp)"),
+    "dp": (SCALING, "self.dp * self.num_micro_batches)", "self.num_micro_batches)"),
+    "cp once more": (
+        SCALING,
+        "self.dp * self.num_micro_batches)",
+        "self.dp * self.cp * self.num_micro_batches)",
+    ),
+    "cp of auxiliary losses": (SCALING, "else self.dp * self.cp)", "else self.dp)"),
+    "dp of auxiliary losses": (SCALING, "else self.dp * self.cp)", "else self.cp)"),
+    "token count": (SCALING, "torch.tensor(self.num_tokens,", "torch.tensor(self.num_tokens + 1,"),
+    "reported tokens": (SCALING, "torch.tensor(held_tokens,", "torch.tensor(held_tokens + 1,"),
+    "dp group of metrics": (
+        STEP,
+        "group = data_parallel_group()",
+        "group = parallel_state.get_data_parallel_group()",
+    ),
+    "masked sequences counted": (
+        AGGREGATION,
+        "return sum(n > 0 for n in self.tokens_per_sequence)",
+        "return len(self.tokens_per_sequence)",
+    ),
+    "N of a sequence": (AGGREGATION, "return [weight / n if n > 0", "return [weight if n > 0"),
+    "constant norm": (AGGREGATION, "weight /= self.norm", "weight *= self.norm"),
+    "cp pieces": (COLLATE, "cut[2 * cp - 1 - cp_rank]", "cut[2 * cp - 2 - cp_rank]"),
+    "MoE weight": (
+        STEP,
+        "sum(n for _, _, n in batch.slots) / self.scaling.num_tokens",
+        "1.0 / self.scaling.num_micro_batches",
+    ),
+    "MTP weight": (
+        STEP,
+        "mtp = mtp_tokens / self.mtp_tokens",
+        "mtp = 1.0 / self.scaling.num_micro_batches",
+    ),
+    "expert shares of the micro-batch": (
+        SHARES,
+        "tokens_per_expert=shares * num_tokens * router.topk",
+        "tokens_per_expert=routing_map.sum(0)",
+    ),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=MUTANTS, help="run one mutant")
+    chosen = parser.parse_args().only
+    survivors = []
+    for name in [chosen] if chosen else ["none", *MUTANTS]:
+        passed, summary = run(name)
+        if passed != (name == "none"):
+            survivors.append(name)
+        print(f"{name:<34} {'tests pass' if passed else 'caught':<11} {summary}", flush=True)
+    if survivors:
+        print(f"wrong: {', '.join(survivors)}", file=sys.stderr)
+    return 1 if survivors else 0
+
+
+def run(name: str) -> tuple[bool, str]:
+    """Whether the tests pass on a mutant, and pytest's last line."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        ignore = shutil.ignore_patterns("__pycache__")
+        for package in ("megatron_batching", "tests"):
+            shutil.copytree(ROOT / package, root / package, ignore=ignore, symlinks=False)
+        shutil.copytree(
+            ROOT / "schedules",
+            root / "megatron_batching" / "schedules",
+            ignore=ignore,
+            dirs_exist_ok=True,
+        )
+        shutil.copy(ROOT / "pyproject.toml", root)
+        if name != "none":
+            file, text, replacement = MUTANTS[name]
+            source = (root / file).read_text()
+            if source.count(text) != 1:
+                raise SystemExit(f"mutant {name}: {text!r} is not once in {file}; update MUTANTS")
+            (root / file).write_text(source.replace(text, replacement))
+        result = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+        )
+    # 5: no test was selected, which must not pass for a caught mutant.
+    if result.returncode not in (0, 1):
+        raise SystemExit(result.stdout + result.stderr)
+    failed = re.search(r"FAILED \S+::(\S+)", result.stdout)
+    return result.returncode == 0, failed[1] if failed else result.stdout.splitlines()[-1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
