@@ -84,7 +84,7 @@ def initialize(
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
     )
-    _groups_of_megatron.extend(_process_groups() - others)
+    _groups_of_megatron.extend(g for g in _process_groups() if g not in others)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return Placement(
         layout=layout,
@@ -108,9 +108,9 @@ def shut_down() -> None:
 _groups_of_megatron: list[dist.ProcessGroup] = []
 
 
-def _process_groups() -> set[dist.ProcessGroup]:
-    """Every group that this process is in."""
-    return set(dist.distributed_c10d._world.pg_map)
+def _process_groups() -> list[dist.ProcessGroup]:
+    """Every group that this process is in, oldest first."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def _drop_parallel_state() -> None:
@@ -121,8 +121,9 @@ def _drop_parallel_state() -> None:
     """
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    for group in _process_groups().intersection(_groups_of_megatron):
-        dist.destroy_process_group(group)
+    for group in _process_groups():
+        if group in _groups_of_megatron:  # Megatron closes a few itself
+            dist.destroy_process_group(group)
     _groups_of_megatron.clear()
     gc.collect()
 
