@@ -7,6 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is no property of the code: machines that run these tests are shared.
+settings.register_profile(
+    "shared machine",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("shared machine")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

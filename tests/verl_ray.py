@@ -8,6 +8,7 @@ micro-batches are the means over the mini-batch, and may be compared.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from functools import partial
 from typing import Any
@@ -70,8 +71,11 @@ def rollout() -> Any:
 
 
 def main(layout: dict[str, int], vendor: str) -> None:
+    world = layout.get("pp", 1) * layout.get("dp", 1)
+    # Ray gives up on a slow machine, and starts idle workers for CPUs that nobody asked for.
+    os.environ.update(RAY_raylet_start_wait_time_s="300", RAY_prestart_worker_first_driver="0")
     ray.init(
-        num_cpus=8,
+        num_cpus=world,
         include_dashboard=False,
         runtime_env={"env_vars": verl_cpu.environment(vendor)},
         log_to_driver=False,
@@ -85,7 +89,6 @@ def main(layout: dict[str, int], vendor: str) -> None:
         model_type="language_model",
         **configs(layout, model_type="language_model", **limits),
     )
-    world = layout.get("pp", 1) * layout.get("dp", 1)
     pool = RayResourcePool([world], use_gpu=False, max_colocate_count=1)
     worker = RayClassWithInitArgs(ray.remote(CPUTrainingWorker), config=config)
     group = RayWorkerGroup(pool, worker, device_name="cpu")

@@ -70,8 +70,8 @@ def load_checkpoint(
     if same_layout:
         state["rng"] = _rng(model)
     loaded = dist_checkpointing.load(state, str(path), strict=StrictHandling.LOG_UNEXPECTED)
-    for i, chunk in enumerate(model.chunks):
-        chunk.load_state_dict(loaded[f"model{i}"])
+    for i, gpt in enumerate(model.gpts):
+        gpt.load_state_dict(loaded[f"model{i}"])
     optimizer.load_state_dict(loaded["optimizer"])
     lr_schedule.load_state_dict(saved["lr_schedule"])
     if same_layout:
@@ -83,7 +83,7 @@ def load_checkpoint(
 def _state(model: PipelineModel, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     """Shards of weights and optimizer states that this rank holds, under their global names."""
     state: dict[str, Any] = {
-        f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(model.chunks)
+        f"model{i}": gpt.sharded_state_dict() for i, gpt in enumerate(model.gpts)
     }
     state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading)
     return state

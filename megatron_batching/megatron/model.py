@@ -54,13 +54,17 @@ class PipelineModel:
     placement: Placement
     uses_transformer_engine: bool
 
+    @property
+    def gpts(self) -> list[GPTModel]:
+        """The chunks without DDP and mixed precision around them."""
+        return [_unwrap(chunk) for chunk in self.chunks]
+
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         """This rank's parameters, which hold Megatron's `main_grad`, under their global names.
 
         Layers are counted over the whole model.
         """
-        for chunk in self.chunks:
-            gpt = _unwrap(chunk)
+        for gpt in self.gpts:
             numbers = {
                 f"decoder.layers.{i}.": f"decoder.layers.{layer.layer_number - 1}."
                 for i, layer in enumerate(gpt.decoder.layers)
