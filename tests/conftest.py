@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from process_pool import WorkerPool
 
 # How long an example takes is no property of the code: machines that run these tests are shared.
 settings.register_profile(
@@ -17,10 +17,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("shared machine")
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from process_pool import WorkerPool
 
 
 class Pools:

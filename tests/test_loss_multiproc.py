@@ -18,11 +18,12 @@ from megatron_batching.loss import MODES
 SMALL = [x for x in loss_table.LAYOUTS if loss_table.world_size(x) <= 4]
 FEW = {name: loss_table.BATCHINGS[name] for name in ("dynamic", "dummies")}
 PADDED = {
-    "fixed": {"micro_batch_size": 2, "packing": "padded"},
+    "fixed": {"micro_batch_size": 2, "packing": "padded", "align": 2},
     "dummies": {
         "max_tokens_per_micro_batch": 70,
         "packing": "padded",
         "min_num_micro_batches": 12,
+        "align": 2,
     },
 }
 

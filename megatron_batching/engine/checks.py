@@ -57,6 +57,11 @@ def check_model(
             f"mtp_num_layers={config.mtp_num_layers} with packing=packed and local layers: "
             "MTP would predict across sample borders; use packing=padded"
         )
+    if batching.alignment(layout) < 2:
+        raise ValueError(
+            f"mtp_num_layers={config.mtp_num_layers} with align={batching.align}: a row of one "
+            "token has no next one, and Megatron divides by their number; use align=2"
+        )
     if objective != CrossEntropy():
         raise ValueError(
             f"mtp_num_layers={config.mtp_num_layers} with {objective}: Megatron computes "
