@@ -75,7 +75,7 @@ class _ValueHead(torch.nn.Linear):
         return super().forward(hidden), None
 
 
-_POSITIONS = {"token-local": "none", "mtp": "rope"}
+_POSITIONS = {"token-local": "none", "moe token-local": "none", "mtp": "rope"}
 
 
 def model_config(kind: str, precision: str, per_token: bool, num_layers: int) -> ModelConfig:
@@ -93,6 +93,9 @@ def model_config(kind: str, precision: str, per_token: bool, num_layers: int) ->
         transformer.update(_MOE, moe_router_load_balancing_type="aux_loss")
     if kind == "moe z-loss":
         transformer.update(moe_aux_loss_coeff=0.0)
+    if kind == "moe token-local":
+        # A z-loss is a mean of the cp ranks' means, whatever they hold.
+        transformer.update(moe_z_loss_coeff=None)
     if kind == "mtp":
         transformer.update(mtp_num_layers=1, mtp_loss_scaling_factor=0.3)
     return ModelConfig(
@@ -129,7 +132,7 @@ def _layers(kind: str) -> Iterator[None]:
 
     def spec(*args: Any, **kwargs: Any) -> Any:
         layer = local_spec(num_experts=4) if kind.startswith("moe") else local_spec()
-        if kind == "token-local":
+        if "token-local" in kind:
             layer.submodules.self_attention = IdentityOp
             layer.submodules.self_attn_bda = IdentityFuncOp
         return layer
@@ -472,6 +475,22 @@ def regime_switched_after_building(*, layout: dict[str, Any], per_token: bool) -
     engine.model.config.calculate_per_token_loss = not per_token
     try:
         engine.forward_backward_batch(mini_batch(LENGTHS, ()))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def refusal(*, kind: str, layout: dict[str, Any], **settings: Any) -> str:
+    """The error of an engine that may not be built; settings: batching, objective."""
+    placement = initialize(Layout(**layout), device="cpu")
+    try:
+        PipelineEngine(
+            model=build(kind, "fp32", False, 4, placement),
+            placement=placement,
+            batching=BatchingOptions(**settings.get("batching", {"micro_batch_size": 2})),
+            objective=OBJECTIVES[settings.get("objective", "cross entropy")],
+            expert_shares=settings.get("expert_shares", "micro_batch"),
+        )
     except ValueError as error:
         return str(error)
     return "no error"

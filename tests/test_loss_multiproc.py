@@ -58,7 +58,9 @@ def test_covering_subset(pools: Any, number: int) -> None:
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2}])
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2}], ids=loss_table.name_of
+)
 def test_fp64(pools: Any, layout: Any, per_token: bool) -> None:
     check(
         pools,
@@ -73,7 +75,7 @@ def test_fp64(pools: Any, layout: Any, per_token: bool) -> None:
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
-@pytest.mark.parametrize("layout", [{"cp": 2}, {"dp": 2, "cp": 2}])
+@pytest.mark.parametrize("layout", [{"cp": 2}, {"dp": 2, "cp": 2}], ids=loss_table.name_of)
 def test_context_parallel_shares_of_a_token_local_model(
     pools: Any, layout: Any, per_token: bool
 ) -> None:
@@ -91,7 +93,7 @@ def test_context_parallel_shares_of_a_token_local_model(
 
 
 @pytest.mark.parametrize("objective", ["cross entropy, temperature", "value"])
-@pytest.mark.parametrize("layout", [{}, {"pp": 2}])
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=loss_table.name_of)
 def test_other_objectives(pools: Any, layout: Any, objective: str) -> None:
     check(
         pools,
@@ -107,7 +109,7 @@ def test_other_objectives(pools: Any, layout: Any, objective: str) -> None:
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
-@pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"dp": 2}])
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"dp": 2}], ids=loss_table.name_of)
 def test_moe_losses_do_not_depend_on_the_cut(pools: Any, layout: Any, per_token: bool) -> None:
     """Balancing loss and z-loss of 4 experts, with a loss scale as fp16 has one."""
     results = check(
@@ -121,6 +123,19 @@ def test_moe_losses_do_not_depend_on_the_cut(pools: Any, layout: Any, per_token:
         loss_scale=1024.0,
     )
     assert len({tuple(r["counts"]) for r in results}) > 1
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
+def test_balancing_losses_with_context_parallelism(pools: Any, per_token: bool) -> None:
+    check(
+        pools,
+        loss_table.GOALS["fp32"],
+        layout={"cp": 2},
+        modes=("token-mean",),
+        per_token=per_token,
+        kind="moe token-local",
+        expert_shares="mini_batch",
+    )
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
@@ -148,7 +163,7 @@ def test_without_the_extra_pass_only_the_balancing_loss_depends_on_the_cut(
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
-@pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"dp": 2}])
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"dp": 2}], ids=loss_table.name_of)
 def test_mtp_losses_do_not_depend_on_the_cut(pools: Any, layout: Any, per_token: bool) -> None:
     check(
         pools,
@@ -159,6 +174,20 @@ def test_mtp_losses_do_not_depend_on_the_cut(pools: Any, layout: Any, per_token:
         per_token=per_token,
         kind="mtp",
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(batching={"micro_batch_size": 2}), "use packing=padded"),
+        (dict(batching={"micro_batch_size": 2, "packing": "padded"}), "use align=2"),
+        (dict(batching=PADDED["fixed"], objective="ppo"), "use CrossEntropy()"),
+    ],
+)
+def test_mtp_that_would_be_wrong_is_refused(pools: Any, settings: Any, words: str) -> None:
+    error = pools[1].run("loss_cases:refusal", layout={}, kind="mtp", **settings)[0]
+    assert words in error
+    assert "\n" not in error
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
@@ -177,7 +206,7 @@ def test_a_replica_with_nothing_to_learn(pools: Any, per_token: bool) -> None:
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
-@pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"dp": 2}])
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"dp": 2}], ids=loss_table.name_of)
 def test_a_mini_batch_with_nothing_to_learn(pools: Any, layout: Any, per_token: bool) -> None:
     """Zero loss and gradient, a warning and no NaN, on every rank."""
     size = loss_table.world_size(layout)

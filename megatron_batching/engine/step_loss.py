@@ -162,8 +162,9 @@ class StepLoss:
     def _padding_mask(self, batch: Batch) -> Tensor:
         """[b, s] true on tokens that the router's losses and counts leave out."""
         padding = ~batch.is_token
-        if torch.is_grad_enabled() and not batch.is_token.any():
-            # The router's losses divide by the tokens that are left. Here they are scaled by 0.
+        if torch.is_grad_enabled() and not batch.slots:
+            # The router's losses divide by the tokens of the micro-batch. Here they are scaled by
+            # 0, and may not be NaN.
             padding[0, 0] = False
         return padding
 
