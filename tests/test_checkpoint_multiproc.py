@@ -62,16 +62,16 @@ def test_same_layout_goes_on_bit_for_bit(original: Any, tmp_path: Path) -> None:
         assert torch.equal(resumed["weights"][name], weight), name
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="Adam enlarges rounding where a gradient is near zero: 1.6e-5 seen, the goal is 1e-5",
-)
 @pytest.mark.parametrize(
     "layout",
     [{}, {"dp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "dp": 2}],
     ids=["pp1", "dp2", "pp2-vpp2", "pp2-dp2"],
 )
 def test_another_layout_goes_on_alike(original: Any, tmp_path: Path, layout: Any) -> None:
+    """All but the biases of keys to 1e-5. Softmax hardly sees these, so their gradients are next to
+    nothing and Adam enlarges their rounding, with or without a checkpoint: of two uninterrupted
+    runs, on pp 1 and pp 2, they differed by 3.1e-5 after five steps at a rate of 1e-3.
+    """
     resumed = run(
         layout.get("pp", 1) * layout.get("dp", 1),
         layout=layout,
@@ -82,7 +82,22 @@ def test_another_layout_goes_on_alike(original: Any, tmp_path: Path, layout: Any
     assert resumed["losses"] == pytest.approx(original["losses"][3:], rel=1e-5)
     for name, weight in original["weights"].items():
         error = (resumed["weights"][name] - weight).abs().max() / weight.abs().max()
-        assert error < 1e-5, name
+        assert error < (1e-4 if name.endswith("linear_qkv.bias") else 1e-5), name
+
+
+def test_another_layout_reads_the_same_weights(original: Any, tmp_path: Path) -> None:
+    read = [
+        run(
+            2,
+            layout=layout,
+            steps=[],
+            load=original["path"],
+            output=str(tmp_path / f"{i}.pt"),
+        )
+        for i, layout in enumerate(({"pp": 2}, {"dp": 2}))
+    ]
+    for name, weight in read[0]["weights"].items():
+        assert torch.equal(read[1]["weights"][name], weight), name
 
 
 def test_errors_name_the_directory(original: Any, tmp_path: Path) -> None:
