@@ -54,6 +54,9 @@ def test_grpo_update_equals_verls(layout: dict[str, int]) -> None:
     assert found["metrics"].keys() == true["metrics"].keys()
     for name, values in true["metrics"].items():
         mine = found["metrics"][name]
+        if name == "lr":  # verl steps its schedule once for all of them
+            assert mine == values
+            continue
         assert len(mine) == 4, name  # 2 mini-batches x 2 epochs; one value each
         # Plain numbers are listed by verl for each micro-batch, and averaged later.
         other = [sum(part) / len(part) for part in quarters(values)]
