@@ -1,12 +1,14 @@
-"""The cases of the loss table, and the table itself in Markdown.
+"""The rows of the loss table, and the table itself in Markdown.
 
-One row a layout; each row's cases are four ways of cutting the mini-batch x five aggregation modes
-x two regimes, once as a cross entropy in fp32 and once as PPO with all its terms in fp64.
+One row a model and layout. Its cases are ways of cutting the mini-batch x five aggregation modes x
+two regimes, once as a cross entropy in fp32 and once as PPO with all its terms in fp64; router and
+MTP losses, which Megatron computes in fp32 whatever the model's dtype, in fp32 alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron_batching.loss import MODES
@@ -17,6 +19,17 @@ BATCHINGS = {
     "one sample each": {"micro_batch_size": 1},
     "dummies": {"max_tokens_per_micro_batch": 48, "min_num_micro_batches": 11},
 }
+# MTP is refused in packed rows, and in rows of one token.
+MTP_BATCHINGS = {
+    "fixed": {"micro_batch_size": 2, "packing": "padded", "align": 2},
+    "one sample each": {"micro_batch_size": 1, "packing": "padded", "align": 2},
+    "dummies": {
+        "max_tokens_per_micro_batch": 70,
+        "packing": "padded",
+        "min_num_micro_batches": 12,
+        "align": 2,
+    },
+}
 LAYOUTS = tuple(
     {"pp": pp, "vpp": vpp, "dp": dp, "tp": tp}
     for pp in (1, 2, 4)
@@ -25,16 +38,34 @@ LAYOUTS = tuple(
     for tp in (1, 2)
     if pp * dp * tp <= 8 and (pp > 1 or vpp == 1)
 )
-CP_LAYOUTS = ({"dp": 2, "cp": 2}, {"cp": 4}, {"pp": 2, "cp": 2}, {"dp": 2, "cp": 4}, {"dp": 8})
+LAYOUTS_OF = {
+    # What rounding alone does: the reference in fp32, without Megatron's schedule or any cut.
+    "plain autograd": ({},),
+    "gpt": LAYOUTS,
+    "token-local": (
+        {},
+        {"cp": 2},
+        {"cp": 4},
+        {"dp": 2, "cp": 2},
+        {"pp": 2, "cp": 2},
+        {"pp": 2, "vpp": 2, "cp": 2},
+        {"dp": 2, "cp": 4},
+        {"dp": 8},
+    ),
+    "moe": ({}, {"dp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "dp": 2}),
+    "mtp": ({}, {"dp": 2}, {"pp": 2}),
+}
+ROWS = tuple((kind, layout) for kind, layouts in LAYOUTS_OF.items() for layout in layouts)
 PRECISIONS = {"fp32": "cross entropy", "fp64": "ppo"}
 GOALS = {"fp32": 2e-6, "fp64": 1e-12}
 ERRORS = ("loss", "metrics", "gradient")
 
 HEADER = (
-    "| pp | vpp | dp | tp | cp | cases | with dummies "
-    "| fp32 loss | metrics | gradients | fp64 loss | metrics | gradients |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| model | pp | vpp | dp | tp | cp | cases | with dummies "
+    "| fp32: loss | gradients | fp64: loss | metrics | gradients |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
 )
+BEGIN, END = "<!-- loss table -->\n", "<!-- end of loss table -->\n"
 
 
 def world_size(layout: Mapping[str, int]) -> int:
@@ -49,21 +80,27 @@ def name_of(layout: Mapping[str, int]) -> str:
     return "-".join(f"{k}{v}" for k, v in layout.items() if v > 1) or "pp1"
 
 
-def run_layout(pools: Any, layout: dict[str, int], precision: str) -> list[dict[str, Any]]:
-    """All cases of one layout and precision, from every rank."""
-    kind = "token-local" if "cp" in layout or layout == {"dp": 8} else "gpt"
+def precisions_of(kind: str) -> tuple[str, ...]:
+    return ("fp32",) if kind in ("plain autograd", "moe", "mtp") else tuple(PRECISIONS)
+
+
+def run_row(pools: Any, kind: str, layout: dict[str, int], precision: str) -> list[dict[str, Any]]:
+    """All cases of one row in one precision, from every rank."""
+    if kind == "plain autograd":
+        return pools[1].run("loss_cases:plain_autograd", modes=MODES)[0]
     results = []
     for per_token in (False, True):
         for rank_results in pools[world_size(layout)].run(
             "loss_cases:planned_steps",
             timeout_s=900,
             layout=layout,
-            batchings=BATCHINGS,
+            batchings=MTP_BATCHINGS if kind == "mtp" else BATCHINGS,
             modes=MODES,
             per_token=per_token,
             precision=precision,
             kind=kind,
             objective=PRECISIONS[precision],
+            expert_shares="mini_batch" if kind == "moe" else "micro_batch",
         ):
             results += rank_results
     return results
@@ -75,14 +112,33 @@ def worst(results: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {name: max(r[name] for r in results) for name in ERRORS}
 
 
-def row(layout: Mapping[str, int], results: Mapping[str, list[dict[str, Any]]]) -> str:
+def row(kind: str, layout: Mapping[str, int], results: Mapping[str, list[dict[str, Any]]]) -> str:
     """One line of the table."""
     ranks = world_size(layout)
-    num_cases = sum(len(r) for r in results.values()) // ranks
-    with_dummies = sum(c["num_dummies"] > 0 for r in results.values() for c in r) // ranks
-    cells = [str(layout.get(name, 1)) for name in ("pp", "vpp", "dp", "tp", "cp")]
-    cells += [str(num_cases), str(with_dummies)]
-    for precision in PRECISIONS:
-        errors = worst(results[precision])
-        cells += [f"{errors[name]:.1e}" for name in ERRORS]
-    return f"| {' | '.join(cells)} |"
+    cases = [case for of_precision in results.values() for case in of_precision]
+    cells = [*_key(kind, layout), str(len(cases) // ranks)]
+    cells.append(str(sum(case["num_dummies"] > 0 for case in cases) // ranks))
+    for precision, names in (("fp32", ("loss", "gradient")), ("fp64", ERRORS)):
+        errors = worst(results[precision]) if precision in results else None
+        cells += ["–" if errors is None else f"{errors[name]:.1e}" for name in names]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def write(path: Path, lines: Iterable[str]) -> None:
+    """Put lines into the table of a document, in place of those of the same rows.
+
+    So the table may be produced in pieces. Rows that are no longer run are left out.
+    """
+    before, rest = path.read_text().split(BEGIN)
+    table, after = rest.split(END)
+    known = {
+        tuple(line.strip("| \n").split(" | ")[:6]): line
+        for line in (*table.splitlines(keepends=True), *lines)
+    }
+    body = "".join(known.get(_key(kind, layout), "") for kind, layout in ROWS)
+    path.write_text(before + BEGIN + HEADER + body + END + after)
+
+
+def _key(kind: str, layout: Mapping[str, int]) -> tuple[str, ...]:
+    """The cells that tell a row from the others."""
+    return (kind, *(str(layout.get(name, 1)) for name in ("pp", "vpp", "dp", "tp", "cp")))

@@ -1,6 +1,6 @@
 """Losses, metrics and every gradient of real Megatron models against plain autograd.
 
-Purpose: a covering subset of the table in docs/loss_table.md (every layout with every cut, modes
+Purpose: a covering subset of the table in docs/loss.md (every layout with every cut, modes
 and regimes in turn), context parallelism, MoE and MTP, the other objectives, and mini-batches
 with nothing to learn in a replica or at all.
 Command: pytest tests/test_loss_multiproc.py
@@ -17,15 +17,7 @@ from megatron_batching.loss import MODES
 
 SMALL = [x for x in loss_table.LAYOUTS if loss_table.world_size(x) <= 4]
 FEW = {name: loss_table.BATCHINGS[name] for name in ("dynamic", "dummies")}
-PADDED = {
-    "fixed": {"micro_batch_size": 2, "packing": "padded", "align": 2},
-    "dummies": {
-        "max_tokens_per_micro_batch": 70,
-        "packing": "padded",
-        "min_num_micro_batches": 12,
-        "align": 2,
-    },
-}
+PADDED = loss_table.MTP_BATCHINGS
 
 
 def check(pools: Any, tolerance: float, **case: Any) -> list[dict[str, Any]]:
@@ -92,8 +84,20 @@ def test_context_parallel_shares_of_a_token_local_model(
     )
 
 
-@pytest.mark.parametrize("objective", ["cross entropy, temperature", "value"])
-@pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=loss_table.name_of)
+@pytest.mark.parametrize(
+    ("objective", "layout"),
+    [
+        ("cross entropy, temperature", {"pp": 2}),
+        ("cross entropy, temperature", {"tp": 2}),
+        ("ppo, k1", {"tp": 2}),
+        ("ppo, k2", {"tp": 2}),
+        ("ppo, abs", {"tp": 2}),
+        ("value", {}),
+        ("value", {"pp": 2}),
+        ("value", {"tp": 2}),
+    ],
+    ids=lambda x: x.replace(", ", "-") if isinstance(x, str) else loss_table.name_of(x),
+)
 def test_other_objectives(pools: Any, layout: Any, objective: str) -> None:
     check(
         pools,
@@ -106,6 +110,26 @@ def test_other_objectives(pools: Any, layout: Any, objective: str) -> None:
         kind="value" if objective == "value" else "gpt",
         objective=objective,
     )
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
+def test_two_or_eight_micro_batches(pools: Any, per_token: bool) -> None:
+    """The same loss, metrics, gradients and gradient norm, each equal to the reference."""
+    batchings = {
+        name: {"max_tokens_per_micro_batch": 160, "min_num_micro_batches": count}
+        for name, count in (("two", 2), ("eight", 8))
+    }
+    results = check(
+        pools,
+        loss_table.GOALS["fp64"],
+        layout={},
+        batchings=batchings,
+        modes=("token-mean",),
+        per_token=per_token,
+        precision="fp64",
+        objective="ppo",
+    )
+    assert [r["counts"] for r in results] == [[2], [8]]
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
@@ -203,6 +227,25 @@ def test_a_replica_with_nothing_to_learn(pools: Any, per_token: bool) -> None:
             per_token=per_token,
             masked=(0, 1, 2, 3, 4),
         )
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_context_parallel_rank_with_nothing_to_learn(
+    pools: Any, rank: int, per_token: bool
+) -> None:
+    check(
+        pools,
+        loss_table.GOALS["fp64"],
+        layout={"cp": 2},
+        batchings=FEW,
+        modes=("token-mean", "seq-mean-token-mean"),
+        per_token=per_token,
+        precision="fp64",
+        kind="token-local",
+        objective="ppo",
+        masked_share=(2, rank),
+    )
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
