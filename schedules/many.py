@@ -187,7 +187,7 @@ class _Graph:
         return values
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)  # up to 0.5 MB each; building one takes as long as many simulations
 def _graph(
     schedule: PipelineSchedule,
     shape: CommunicationShape,

@@ -62,7 +62,7 @@ class Communication:
         overlap: Megatron's `overlap_p2p_comm`; interleaved only.
         overlap_warmup_flush: Megatron's `overlap_p2p_comm_warmup_flush`; needs `overlap`.
         wait_for_sends: interleaved with overlap, each forward's send is waited for at once, as
-            0.19.2 does with `deallocate_pipeline_outputs`.
+            0.19.2 does with `deallocate_pipeline_outputs` and a communicator of its own.
         blocking: False leaves all of the above out but transfer times: ranks wait only for the
             data that they need. No real run is so; it shows what communication costs.
     """
@@ -155,7 +155,7 @@ Instruction = Op | Post | Wait
 Program = tuple[Instruction, ...]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def programs(schedule: PipelineSchedule, shape: CommunicationShape) -> tuple[Program, ...]:
     """The program of every rank.
 

@@ -27,11 +27,6 @@ from megatron_batching.plan import BatchingOptions, Layout
 
 COMMUNICATION = {
     "overlap": {"overlap_p2p_comm": True, "batch_p2p_comm": False},
-    "overlap-warmup-flush": {
-        "overlap_p2p_comm": True,
-        "batch_p2p_comm": False,
-        "overlap_p2p_comm_warmup_flush": True,
-    },
     "batched": {"overlap_p2p_comm": False, "batch_p2p_comm": True},
     "unbatched": {"overlap_p2p_comm": False, "batch_p2p_comm": False},
 }

@@ -37,7 +37,6 @@ TRANSFORMER = {
     },
     "outputs kept": {"deallocate_pipeline_outputs": False},
     "no p2p overlap": {"overlap_p2p_comm": False, "batch_p2p_comm": True},
-    "p2p overlap in warm-up": {"overlap_p2p_comm_warmup_flush": True},
 }
 LAYOUT = {"pp": 2, "vpp": 2, "dp": 2}
 

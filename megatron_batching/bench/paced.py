@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
+from megatron_batching.megatron.config import world_size_from_environment
 from megatron_batching.megatron.parallel import Placement, initialize, shut_down
 from megatron_batching.plan import Layout
 from megatron_batching.schedules import (
@@ -73,7 +74,7 @@ class PacedCase:
         schedule: the op order.
         times: [M, S] seconds to sleep.
         planned_shapes: whether receivers know the shapes.
-        prefetch: whether Megatron's `overlap_p2p_comm_warmup_flush` is on.
+        prefetch: see `run_schedule`; interleaved with planned shapes only.
     """
 
     name: str
@@ -85,10 +86,12 @@ class PacedCase:
     def run(self, placement: Placement) -> tuple[Event, ...]:
         """Run one step on this rank; events count from its start of the step."""
         model = build_paced_model(placement)
-        model.config.overlap_p2p_comm_warmup_flush = self.prefetch
         widths = [(1, 5 + 3 * i) for i in range(self.schedule.num_micro_batches)]
         step = PacedStep(schedule=self.schedule, times=self.times, shapes=widths)
-        return run_paced_step(model, step, planned_shapes=self.planned_shapes).events
+        result = run_paced_step(
+            model, step, planned_shapes=self.planned_shapes, prefetch=self.prefetch
+        )
+        return result.events
 
     def predict(self, costs: Costs) -> Simulation:
         """The step as the simulator sees it."""
@@ -96,7 +99,6 @@ class PacedCase:
             latency=costs.message_s,
             planned_shapes=self.planned_shapes,
             overlap_warmup_flush=self.prefetch,
-            wait_for_sends=_waits_for_sends(),
         )
         times = StageTimes(
             forward=self.times.forward + costs.op_s, backward=self.times.backward + costs.op_s
@@ -107,7 +109,7 @@ class PacedCase:
 def make_cases(pp: int, vpp: int, seed: int = 0) -> list[PacedCase]:
     """Plans of one layout: three of the same total work, each with and without planned shapes.
 
-    Interleaved ones with planned shapes run once more with `overlap_p2p_comm_warmup_flush`.
+    Interleaved ones with planned shapes run with and without `prefetch`.
     Counts lie between 4 and 32; groups differ from pp and leave a short last group where they can;
     forwards last some 20 to 40 ms on average.
     """
@@ -142,9 +144,17 @@ def make_cases(pp: int, vpp: int, seed: int = 0) -> list[PacedCase]:
     return cases
 
 
-def measure_costs(num_micro_batches: int = 24, repeats: int = 200) -> Costs:
-    """Both costs, the mean over all ranks working at once; leaves the parallel state at pp 1."""
-    placement = initialize(Layout(dp=WORLD_SIZE), device="cpu")
+def measure_costs(
+    num_micro_batches: int = 24, repeats: int = 200, allow_cpu_with_gpu: bool = False
+) -> Costs:
+    """Both costs, the mean over all ranks working at once; leaves the parallel state at pp 1.
+
+    Messages go between pairs of ranks; with an odd number of ranks they cost nothing.
+    """
+    world_size = world_size_from_environment()
+    placement = initialize(
+        Layout(dp=world_size), device="cpu", allow_cpu_with_gpu=allow_cpu_with_gpu
+    )
     schedule = PipelineSchedule(pp=1, num_micro_batches=num_micro_batches)
     told = [0.02] * num_micro_batches
     case = PacedCase(
@@ -159,12 +169,12 @@ def measure_costs(num_micro_batches: int = 24, repeats: int = 200) -> Costs:
     peer, tensor = placement.rank ^ 1, torch.zeros(16, 1, 4)
     dist.barrier()
     begin = time.monotonic()
-    for turn in range(repeats):
+    for turn in range(repeats if world_size % 2 == 0 else 0):
         kind = dist.isend if (turn + placement.rank) % 2 else dist.irecv
         for request in dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer)]):
             request.wait()
     message_s = (time.monotonic() - begin) / repeats
-    everyone: list[Any] = [None] * WORLD_SIZE
+    everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, (op_s, message_s))
     op_s, message_s = np.mean(everyone, axis=0).tolist()
     return Costs(op_s=op_s, message_s=message_s)
@@ -253,16 +263,6 @@ def _megatron_version() -> str:
     import importlib.metadata
 
     return importlib.metadata.version("megatron-core")
-
-
-def _waits_for_sends() -> bool:
-    """Whether this Megatron waits for a sent activation before it frees it."""
-    import inspect
-
-    from megatron.core.pipeline_parallel import schedules
-
-    source = inspect.getsource(schedules.forward_backward_pipelining_with_interleaving)
-    return "isend() copies asynchronously" in source
 
 
 def main() -> None:

@@ -152,8 +152,9 @@ def run_paced_step(
     *,
     planned_shapes: bool = True,
     check_shapes: bool = False,
+    prefetch: bool = True,
 ) -> PacedResult:
-    """Run one step on this rank, from zero gradients."""
+    """Run one step on this rank, from zero gradients; the flags are those of `run_schedule`."""
     schedule, placement = step.schedule, model.placement
     stages: list[Any] = model.chunks
     shapes = stage_shapes(model, step)
@@ -176,6 +177,7 @@ def run_paced_step(
             shapes=step.shapes,
             planned_shapes=planned_shapes,
             check_shapes=check_shapes,
+            prefetch=prefetch,
             timers=recorder,
         )
     step_time_s = recorder.seconds(origin, recorder.now())

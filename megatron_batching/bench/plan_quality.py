@@ -44,7 +44,7 @@ from megatron_batching.plan import (
     verl_cost_model,
 )
 from megatron_batching.plan.items import contiguous_owners
-from megatron_batching.plan.predict import make_schedule
+from megatron_batching.plan.predict import COMMUNICATION, make_schedule
 from megatron_batching.schedules import simulate_many
 from megatron_batching.version import __version__
 
@@ -112,7 +112,7 @@ def peer_step_time(
     )
     group = layout.pp if layout.vpp > 1 else None
     schedule = make_schedule(layout, group, features.shape[1])
-    return float(simulate_many(schedule, *model.times(features)).max())
+    return float(simulate_many(schedule, *model.times(features), COMMUNICATION).max())
 
 
 @cache

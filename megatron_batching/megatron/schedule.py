@@ -5,6 +5,10 @@ group size is read from the config at every call, so it may differ from step to 
 pp > 1 the schedule gets a communicator of ours, with planned shapes or with Megatron's exchange;
 Megatron accepts one only together with the process groups that it would otherwise look up itself.
 A megatron-core that accepts none runs as it is, and one log line says what that costs.
+
+With planned shapes Megatron's `overlap_p2p_comm_warmup_flush` is on: the warm-up and the cool-down
+of an interleaved schedule post each receive one op ahead, so that ranks wait for data alone. With
+exchanged shapes each of these receives would wait for its shape, and the step take longer.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ def run_schedule(
     shapes: Sequence[tuple[int, int]],
     planned_shapes: bool = True,
     check_shapes: bool = False,
+    prefetch: bool = True,
     collect_non_loss_data: bool = False,
     timers: Any = None,
 ) -> list[Any]:
@@ -58,6 +63,8 @@ def run_schedule(
             or tp.
         planned_shapes: take receive shapes from `shapes`; false leaves Megatron's exchange.
         check_shapes: exchange planned shapes all the same, and compare: for debugging.
+        prefetch: post receives one op ahead in the warm-up and the cool-down; where shapes are
+            planned, the schedule is interleaved and `overlap_p2p_comm` is on.
         collect_non_loss_data: keep what the loss function returns instead of a loss.
         timers: recorder in the place of Megatron's timers, see `StepRecorder`.
 
@@ -80,6 +87,10 @@ def run_schedule(
         extra = {"p2p_communicator": communicator, "pg_collection": _process_groups()}
     elif layout.pp > 1 and planned_shapes:
         _warn_about_exchange()
+    planned_shapes = isinstance(communicator, PlannedP2PCommunicator)
+    config.overlap_p2p_comm_warmup_flush = (
+        prefetch and planned_shapes and not check_shapes and config.overlap_p2p_comm
+    )
     config.timers = timers
     try:
         reported = get_forward_backward_func()(
@@ -96,6 +107,7 @@ def run_schedule(
         )
     finally:
         config.timers = None
+        config.overlap_p2p_comm_warmup_flush = False
     if communicator is not None:
         communicator.finish()
     return reported

@@ -9,10 +9,10 @@ import numpy as np
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.micro_batch_plan import Prediction
 from megatron_batching.plan.pack import Packer, Packing
-from megatron_batching.schedules import (
-    PipelineSchedule,
-    simulate_many,
-)
+from megatron_batching.schedules import Communication, PipelineSchedule, simulate_many
+
+# What `run_schedule` does: shapes planned, receives posted ahead. Messages take no time.
+COMMUNICATION = Communication(overlap_warmup_flush=True)
 
 
 def make_schedule(
@@ -33,7 +33,7 @@ def step_times(
 ) -> np.ndarray:
     """[C] simulated step time of candidates with features [C, M, 3], in execution order."""
     schedule = make_schedule(layout, group, features.shape[1], packer.forward_only)
-    return simulate_many(schedule, *packer.model.times(features))
+    return simulate_many(schedule, *packer.model.times(features), COMMUNICATION)
 
 
 def predict(

@@ -214,7 +214,7 @@ class Search:
             at, top = int(least.min()), int(most.max())
             while at <= top:
                 counts.add(legal_count(at, self.layout, groups[0]))
-                at = max(at + 1, int(at * LADDER))
+                at = next_rung(at)
             for edge in sorted({int(n) for n in (*least, *most)}):
                 # Which group matters while there are few of them; a limit may leave only one.
                 few = edge <= FEW_ROUNDS * self.layout.pp or self.high is not None
@@ -237,9 +237,9 @@ class Search:
         others = np.setdiff1d(np.arange(dp), ranks)
         if len(others):
             common = sorted(wins, key=lambda setting: (-wins[setting], setting))
-            self._sweep(table, shares, others, least, sorted(common[:2]), num_tapers=1)
+            self._sweep(table, shares, others, least, sorted(common[:2]), quick=True)
             if not table.finalists():
-                self._sweep(table, shares, others, least, settings, num_tapers=1)
+                self._sweep(table, shares, others, least, settings, quick=True)
         return table.finalists()
 
     def _sweep(
@@ -249,14 +249,17 @@ class Search:
         ranks: np.ndarray,
         least: np.ndarray,
         settings: list[Setting],
-        num_tapers: int = len(TAPERS),
+        quick: bool = False,
     ) -> dict[Setting, int]:
-        """Try settings in turn; returns how many ranks did best with each."""
+        """Try settings in turn; returns how many ranks did best with each.
+
+        quick: one packing and one order of each.
+        """
         winner: dict[int, tuple[float, Setting]] = {}
         last_gain = settings[0][0] if settings else 0
         for setting in settings:
             able = [int(rank) for rank in ranks if least[rank] <= setting[0]]
-            for rank, candidate in self._candidates(shares, able, setting, num_tapers):
+            for rank, candidate in self._candidates(shares, able, setting, quick):
                 table.offer(setting, rank, candidate)
                 old = winner.get(rank)
                 if old is None or candidate.time < CLEAR_GAIN * old[0]:
@@ -275,15 +278,15 @@ class Search:
         return wins
 
     def _candidates(
-        self, shares: Shares, ranks: list[int], setting: Setting, num_tapers: int
+        self, shares: Shares, ranks: list[int], setting: Setting, quick: bool
     ) -> list[tuple[int, Candidate]]:
         """The best packing of each rank under one setting."""
         owners, packings, features, orders = [], [], [], []
         for rank in ranks:
-            for packing in self._packings(shares[rank], setting[0], num_tapers):
+            for packing in self._packings(shares[rank], setting[0], 1 if quick else len(TAPERS)):
                 plain = self.packer.features(packing)
                 loads = self.packer.model.load(plain, self.packer.forward_only)
-                for order in _orders(loads, self.layout.pp):
+                for order in _orders(loads, self.layout.pp)[: 1 if quick else None]:
                     owners.append(rank)
                     packings.append(packing)
                     features.append(plain[order])
@@ -327,6 +330,18 @@ def taper(num_bins: int, least: float, length: float, load: float) -> np.ndarray
     from_end = np.minimum(place, place[::-1]) + 1
     weight = np.minimum(1.0, least + (1.0 - least) * from_end / max(length, 1.0))
     return (1.0 - weight) * load / weight.sum()
+
+
+def next_rung(count: int) -> int:
+    """The next count of the ladder: the same ones for every mini-batch, so simulators are reused.
+
+    >>> next_rung(1), next_rung(10), next_rung(11), next_rung(100)
+    (2, 12, 12, 105)
+    """
+    rung = 1
+    while rung <= count:
+        rung = max(rung + 1, int(rung * LADDER))
+    return rung
 
 
 def _orders(loads: np.ndarray, pp: int) -> list[np.ndarray]:
