@@ -259,6 +259,39 @@ def train(
     run_training(settings)
 
 
+@app.command()
+def bench(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Overrides of the config: key=value.")
+    ] = None,
+    config: Annotated[Path, typer.Option(help="YAML file; configs/bench.yaml is one.")] = Path(
+        "configs/bench.yaml"
+    ),
+    compute: Annotated[
+        str | None,
+        typer.Option(help="paced (stages sleep by the cost model) or model (a real GPT)."),
+    ] = None,
+    lengths: Annotated[
+        list[str] | None,
+        typer.Option(help="SOURCE:CAP, instead of the config's traces; may be repeated."),
+    ] = None,
+    cost: Cost = None,
+    output: Annotated[
+        str | None, typer.Option(help="Folder for report, recordings and results.")
+    ] = None,
+) -> None:
+    """Measure methods on Megatron-Core's schedule; run under torchrun."""
+    from megatron_batching.bench.settings import Trace, load_bench_config
+    from megatron_batching.bench.suite import run_bench
+
+    traces = None if lengths is None else [Trace.parse(text) for text in lengths]
+    run_bench(
+        load_bench_config(
+            config, overrides or [], compute=compute, traces=traces, cost=cost, output_dir=output
+        )
+    )
+
+
 def _plan(
     lengths: str, layout: Layout, options: BatchingOptions, cost: str | None
 ) -> MicroBatchPlan:

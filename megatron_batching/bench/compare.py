@@ -77,13 +77,16 @@ def run_comparison(
     return {**results, **differences, "speed_up": speed_up}
 
 
-def plain_plan(lengths: Sequence[int], layout: Layout, micro_batch_size: int) -> MicroBatchPlan:
+def plain_plan(
+    lengths: Sequence[int], layout: Layout, micro_batch_size: int, align: int = 1
+) -> MicroBatchPlan:
     """Each replica's own samples, so many per padded micro-batch, in order of arrival."""
     share = np.array_split(np.arange(len(lengths)), layout.dp)
     ids = [rows // micro_batch_size + len(lengths) * i for i, rows in enumerate(_local(share))]
     options = BatchingOptions(
         micro_batch_size=micro_batch_size,
         packing="padded",
+        align=align,
         balance="none",
         method="baseline",
         sample_groups=tuple(np.concatenate(ids).tolist()),

@@ -1,27 +1,71 @@
-"""Start and end of every forward and backward of a step, in the place of Megatron's timers.
+"""What a rank did when: every forward and backward of a step, and on request every message.
 
 Megatron's schedules bracket each op with `config.timers("forward-compute").start()` and `.stop()`
 (megatron-core 0.16.1 and 0.19.2). An object that answers this interface and notes the clock is
-all that a recording needs; patching the step functions would be the alternative.
+all that a recording of ops needs. Messages have no such bracket: inside `record_messages` the
+functions that post them are replaced by ones that note when, and hand out requests that note how
+long somebody waits for them. Outside nothing is replaced. A profiler would see all this too, at
+many times the cost, and would not know which op a message belongs to.
 
-The k-th forward on a rank is the k-th forward of its op order, so names of micro-batches are put
-on by the reader, not here. Clocks: `time.monotonic`, one clock for all processes of a host; on a
-GPU events in the stream, which are read after the step and make nobody wait. Synchronizing at each
-reading would be simpler and would stall the loop that launches kernels.
+The k-th forward on a rank is the k-th forward of its op order, and its activations travel in that
+order, so names of micro-batches are put on by the reader, not here. Clocks: `time.monotonic`, one
+clock for all processes of a host; on a GPU events in the stream, which are read after the step and
+make nobody wait. Synchronizing at each reading would be simpler and would stall the loop that
+launches kernels.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+from megatron.core.pipeline_parallel import p2p_communication
 
+from megatron_batching.megatron.p2p import planned_transfers
 from megatron_batching.plan import MicroBatch
-from megatron_batching.schedules import Event, PipelineSchedule
+from megatron_batching.schedules import Event, Op, PipelineSchedule
 
 _KINDS = {"forward-compute": "F", "backward-compute": "B"}
+# Receives before sends: a rank that waits for both wants the tensor that it receives.
+DIRECTIONS = ("recv_prev", "recv_next", "send_next", "send_prev")
+SHAPES = "shapes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One tensor on its way, as this rank saw it; times in seconds since its step began.
+
+    Attributes:
+        direction: one of `DIRECTIONS`, or "shapes" for an exchange of shapes.
+        op: this rank's op that the tensor goes into or comes out of; None for shapes.
+        posted_s: when it was posted.
+        wait_s: when the rank began to wait for it; for ever `posted_s` if nobody waited.
+        end_s: when the wait was over.
+    """
+
+    direction: str
+    op: Op | None
+    posted_s: float
+    wait_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMessages:
+    """All messages of one step of one rank.
+
+    Attributes:
+        start_s: the step's second 0 on this host's `time.monotonic`.
+        messages: in the order in which they were posted.
+    """
+
+    start_s: float
+    messages: tuple[Message, ...]
 
 
 class _Timer:
@@ -61,6 +105,8 @@ class StepRecorder:
     def __init__(self, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
         self._timers = {name: _Timer(self.now) for name in _KINDS}
+        if _log is not None:
+            _log.begin(self)
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer | _Ignored:
         return self._timers.get(name, _IGNORED)
@@ -80,6 +126,14 @@ class StepRecorder:
         end.synchronize()
         return start.elapsed_time(end) / 1_000
 
+    def host_time(self, reading: Any) -> float:
+        """A reading on this host's `time.monotonic`, in seconds."""
+        if not self._on_gpu:
+            return reading
+        anchor = self.now()
+        anchor.synchronize()
+        return time.monotonic() - self.seconds(reading, anchor)
+
     @property
     def busy_s(self) -> float:
         """Seconds that this rank spent inside forward and backward ops."""
@@ -94,7 +148,7 @@ class StepRecorder:
         origin: Any,
         micro_batches: Sequence[MicroBatch],
     ) -> list[Event]:
-        """This rank's ops as timeline events, in op order.
+        """This rank's ops as timeline events, in op order; ends the step of `record_messages`.
 
         Args:
             schedule: the schedule that ran.
@@ -120,4 +174,125 @@ class StepRecorder:
                     dummy=micro_batch.dummy,
                 )
             )
+        if _log is not None:
+            _log.read(self, schedule, pp_rank, origin)
         return events
+
+
+@contextlib.contextmanager
+def record_messages() -> Iterator[list[StepMessages]]:
+    """Record the messages of every step whose events are read inside; the list grows by it."""
+    global _log
+    log = _MessageLog()
+    module, cls = p2p_communication, p2p_communication.P2PCommunicator
+    with contextlib.ExitStack() as stack:
+        for owner, name, wrap in (
+            (module, "_p2p_ops", log.watch_single),
+            (module, "_batched_p2p_ops", log.watch_batched),
+            (cls, "_communicate_shapes", log.watch_shapes),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
+        _log = log
+        try:
+            yield log.steps
+        finally:
+            _log = None
+
+
+class _Reading(NamedTuple):
+    direction: str
+    posted: Any
+    wait: Any
+    end: Any
+
+
+class _Request:
+    """A request that notes who waits for it; the first wait counts."""
+
+    def __init__(self, log: _MessageLog, number: int, request: Any) -> None:
+        self._log, self._number, self._request = log, number, request
+
+    def wait(self) -> None:
+        readings, now = self._log.readings, self._log.now
+        start = now()
+        self._request.wait()
+        readings[self._number] = readings[self._number]._replace(wait=start, end=now())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+class _MessageLog:
+    """Readings of the step under way, and the finished steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepMessages] = []
+        self.readings: list[_Reading] = []
+        self.now: Callable[[], Any] = time.monotonic
+
+    def begin(self, recorder: StepRecorder) -> None:
+        self.readings, self.now = [], recorder.now
+
+    def watch_single(self, post: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        def watched(**kwargs: Any) -> dict[str, Any]:
+            posted, requests = self.now(), post(**kwargs)
+            return {
+                name: self._note(name, posted, requests[name])
+                for name in DIRECTIONS
+                if name in requests
+            }
+
+        return watched
+
+    def watch_batched(self, post: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        order = ("send_prev", "recv_prev", "send_next", "recv_next")  # in which Megatron posts
+
+        def watched(**kwargs: Any) -> list[Any]:
+            posted, requests = self.now(), post(**kwargs)
+            names = [name for name in order if kwargs[f"tensor_{name}"] is not None]
+            if len(requests) < len(names):
+                # NCCL makes one request of the whole batch: its wait is that of the first receive.
+                names.sort(key=DIRECTIONS.index)
+                requests = requests + [None] * (len(names) - len(requests))
+            pairs = sorted(
+                zip(names, requests, strict=True), key=lambda pair: DIRECTIONS.index(pair[0])
+            )
+            noted = [self._note(name, posted, request) for name, request in pairs]
+            return [n for n, (_, request) in zip(noted, pairs, strict=True) if request is not None]
+
+        return watched
+
+    def watch_shapes(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(communicator: Any, *args: Any) -> Any:
+            start, shapes = self.now(), exchange(communicator, *args)
+            self.readings.append(_Reading(SHAPES, start, start, self.now()))
+            return shapes
+
+        return watched
+
+    def _note(self, direction: str, posted: Any, request: Any) -> _Request:
+        self.readings.append(_Reading(direction, posted, posted, posted))
+        return _Request(self, len(self.readings) - 1, request)
+
+    def read(
+        self, recorder: StepRecorder, schedule: PipelineSchedule, pp_rank: int, origin: Any
+    ) -> None:
+        """Close the step under way; its messages get the names of their ops."""
+        no_shapes = [(0, 0, 0)] * schedule.num_micro_batches
+        transfers = planned_transfers(schedule, pp_rank, no_shapes)._asdict()
+        messages = [
+            Message(
+                direction=r.direction,
+                op=None if r.direction == SHAPES else transfers[r.direction].popleft().op,
+                posted_s=recorder.seconds(origin, r.posted),
+                wait_s=recorder.seconds(origin, r.wait),
+                end_s=recorder.seconds(origin, r.end),
+            )
+            for r in self.readings
+        ]
+        start_s = recorder.host_time(origin)
+        self.steps.append(StepMessages(start_s=start_s, messages=tuple(messages)))
+        self.readings = []
+
+
+_log: _MessageLog | None = None

@@ -1,0 +1,197 @@
+"""What a stage does in a benchmark: sleep for a told time, or compute a GPT.
+
+Paced stages need no core, so that any pipeline fits on a few and a step tells what schedule,
+communication and plan cost; times are exact, memory and arithmetic do not exist. A GPT is the real
+thing and on few cores tells mostly how ranks share them. Both run Megatron's own schedule with the
+library's settings, and both answer the same three questions: what a stage is said to cost, how long
+a step took, and whether its result is right.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_batching.bench.methods import Method
+from megatron_batching.bench.paced import Costs
+from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
+from megatron_batching.bench.settings import BenchConfig
+from megatron_batching.bench.simulate import micro_batch_features
+from megatron_batching.data import MiniBatch, synthetic_mini_batch
+from megatron_batching.engine.pipeline import PipelineEngine
+from megatron_batching.engine.run import replica_schedule
+from megatron_batching.megatron.parallel import Placement
+from megatron_batching.megatron.recorder import StepMessages, record_messages
+from megatron_batching.plan import (
+    BatchingOptions,
+    CostModel,
+    Layout,
+    load_cost_model,
+    transformer_cost_model,
+)
+from megatron_batching.schedules import Event, StageTimes
+
+TOKENS_PER_VALUE = 64  # paced messages are this much shorter: copying them would need a core
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """What this rank saw of one step.
+
+    Attributes:
+        seconds: how long it took; the slowest rank counts.
+        events: this rank's ops.
+        messages: this rank's messages.
+        result: what must not depend on the method: (loss, gradient norm) of a GPT.
+    """
+
+    seconds: float
+    events: tuple[Event, ...]
+    messages: StepMessages
+    result: tuple[float, ...] = ()
+
+
+class PacedCompute:
+    """Stages that sleep for what the cost model says, all scaled to `work_s` a rank and step."""
+
+    def __init__(
+        self, config: BenchConfig, placement: Placement, lengths: Sequence[int], costs: Costs
+    ) -> None:
+        layout = placement.layout
+        self.placement, self.costs = placement, costs
+        relative = load_cost_model(config.cost or "verl", layout)
+        samples = sample_features(lengths)
+        work = float(relative.load(samples).sum()) / (layout.pp * layout.dp)
+        scale = config.work_s / work
+        self._told = CostModel(
+            forward=relative.forward * scale, backward=relative.backward * scale, unit="s"
+        )
+        overhead = [costs.op_s, 0.0, 0.0]
+        self.cost_model = CostModel(
+            forward=self._told.forward + overhead,
+            backward=self._told.backward + overhead,
+            unit="s",
+        )
+
+    @cached_property
+    def _model(self) -> Any:
+        return build_paced_model(self.placement)
+
+    def warm_up(self, method: Method) -> dict[str, float]:
+        """Run once without sleeping."""
+        self._run(method, times=None)
+        return {}
+
+    def run(self, method: Method) -> Step:
+        """Run one step."""
+        replica = method.plan.replicas[self.placement.dp_rank]
+        forward, backward = self._told.times(micro_batch_features(method.plan, replica))
+        return self._run(method, StageTimes(forward=forward, backward=backward))
+
+    def _run(self, method: Method, times: StageTimes | None) -> Step:
+        plan, dp_rank = method.plan, self.placement.dp_rank
+        batches = plan.replicas[dp_rank].micro_batches
+        step = PacedStep(
+            schedule=replica_schedule(plan, dp_rank),
+            times=times,
+            shapes=[(1, 1 + batch.tokens // TOKENS_PER_VALUE) for batch in batches],
+        )
+        with record_messages() as recorded:
+            result = run_paced_step(self._model, step, planned_shapes=method.planned_shapes)
+        return Step(
+            seconds=result.step_time_s,
+            events=_described(result.events, method, dp_rank),
+            messages=recorded[-1],
+        )
+
+
+class GptCompute:
+    """A GPT of Megatron-Core, forward and backward; the optimizer never steps."""
+
+    costs = Costs(op_s=0.0, message_s=0.0)
+
+    def __init__(self, config: BenchConfig, engine: PipelineEngine, lengths: Sequence[int]) -> None:
+        self._engine = engine
+        self._mini_batch: MiniBatch = synthetic_mini_batch(
+            lengths, vocab_size=config.model.vocab_size, seed=config.seed
+        )
+        layout = engine.placement.layout
+        if config.cost is not None:
+            self.cost_model = load_cost_model(config.cost, layout)
+        else:
+            self.cost_model = transformer_cost_model(
+                engine.model.config, layout, vocab_size=config.model.vocab_size
+            )
+
+    def warm_up(self, method: Method) -> dict[str, float]:
+        """Run once and tell the most bytes of tensors that were alive at once on this rank."""
+        if self._engine.placement.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self.run(method)
+            return {"peak_bytes": float(torch.cuda.max_memory_allocated())}
+        # The CPU keeps no statistics; the profiler sees every allocation and release.
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profiler:
+            self.run(method)
+        assert profiler.profiler is not None
+        events = profiler.profiler.kineto_results.events()
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        peak = max(itertools.accumulate((nbytes for _, nbytes in changes), initial=0))
+        return {"peak_bytes": float(peak)}
+
+    def run(self, method: Method) -> Step:
+        """Run one step."""
+        with record_messages() as recorded:
+            report = self._engine.forward_backward_batch(
+                self._mini_batch, plan=method.plan, planned_shapes=method.planned_shapes
+            )
+        return Step(
+            seconds=report.step_time_s,
+            events=report.events,
+            messages=recorded[-1],
+            result=(report.loss, report.grad_norm or 0.0),
+        )
+
+
+def build_engine(config: BenchConfig, placement: Placement) -> PipelineEngine:
+    """The GPT of a config in one layout."""
+    return PipelineEngine(
+        model=config.model,
+        placement=placement,
+        # Every step brings its own plan.
+        batching=BatchingOptions(max_tokens_per_micro_batch=1, align=config.align),
+        seed=config.seed,
+    )
+
+
+def sample_features(lengths: Sequence[int]) -> np.ndarray:
+    """[N, 3] what samples add to the features of their micro-batches: (0, tokens, pairs)."""
+    values = np.asarray(lengths, dtype=np.float64)
+    return np.stack([np.zeros_like(values), values, values**2], axis=1)
+
+
+def _described(events: Sequence[Event], method: Method, dp_rank: int) -> tuple[Event, ...]:
+    """The events with samples and tokens of the plan, which paced messages do not have."""
+    batches = method.plan.replicas[dp_rank].micro_batches
+    return tuple(
+        replace(
+            event,
+            samples=len(batches[event.op.micro_batch].samples),
+            tokens=batches[event.op.micro_batch].tokens,
+            dummy=batches[event.op.micro_batch].dummy,
+        )
+        for event in events
+    )
+
+
+def layout_name(layout: Layout) -> str:
+    """Sizes above 1, such as `pp 4 x vpp 2 x dp 2`."""
+    sizes = {"pp": layout.pp, "vpp": layout.vpp, "dp": layout.dp, "tp": layout.tp, "cp": layout.cp}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"

@@ -1,0 +1,271 @@
+"""The methods that `bench` compares, each as a plan and a way to communicate.
+
+All get the same mini-batch under the same cap. `verl` calls verl's own `rearrange_micro_batches` on
+every rank with the arguments of its Megatron engine (0.9.1: the count synced over the data-parallel
+group, divisible by the group with vpp > 1), the collectives included, and leaves Megatron to
+exchange shapes. The "no .." methods give the planner's plan with one thing as verl has it, which
+tells what that thing is worth among the others; switching it on alone in verl's plan would tell
+what it is worth by itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_batching.bench.compare import plain_plan
+from megatron_batching.bench.settings import BenchConfig, Trace
+from megatron_batching.bench.simulate import micro_batch_features
+from megatron_batching.plan import (
+    BatchingOptions,
+    CostModel,
+    Layout,
+    MicroBatch,
+    MicroBatchPlan,
+    ReplicaPlan,
+    plan_mini_batch,
+)
+from megatron_batching.schedules import Communication
+
+VERL_HINT = (
+    "verl is not installed: its method is left out (pip install 'megatron-batching[verl]'); "
+    "`baseline` is the same method as built in here"
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Method:
+    """What one method does with a mini-batch.
+
+    Attributes:
+        name: one of `METHODS`.
+        plan: the micro-batches of every replica.
+        planned_shapes: whether the pipeline's shapes come from the plan.
+    """
+
+    name: str
+    plan: MicroBatchPlan
+    planned_shapes: bool
+
+    def communication(self, **costs: float) -> Communication:
+        """How `run_schedule` then makes the ranks exchange tensors."""
+        return Communication(
+            planned_shapes=self.planned_shapes, overlap_warmup_flush=self.planned_shapes, **costs
+        )
+
+
+def has_verl() -> bool:
+    """Whether verl's partitioner can be imported."""
+    return all(importlib.util.find_spec(name) for name in ("verl", "tensordict"))
+
+
+def make_methods(
+    config: BenchConfig, trace: Trace, lengths: Sequence[int], layout: Layout, model: CostModel
+) -> list[Method]:
+    """Every method of the config that can run here; the same list on all ranks.
+
+    All ranks call this together, in Megatron's parallel state. Rank 0 plans for all of them: on few
+    cores so many equal searches would get into each other's way.
+
+    Args:
+        config: which methods, alignment and the size of plain micro-batches.
+        trace: gives the token cap.
+        lengths: tokens of each sample of the global mini-batch.
+        layout: sizes of the run.
+        model: what the planner plans by.
+
+    Raises:
+        ValueError: something cannot be planned; on every rank.
+    """
+    options = BatchingOptions(max_tokens_per_micro_batch=trace.max_tokens, align=config.align)
+    plans: dict[str, MicroBatchPlan] = {}
+    if "verl" in config.methods and has_verl():
+        plans["verl"] = verl_plan(lengths, layout, options)
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [_own_plans(config, options, lengths, layout, model)]
+        except ValueError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer)
+    if isinstance(answer[0], ValueError):
+        raise answer[0]
+    plans |= answer[0]
+    exchanging = ("plain", "verl", "baseline", "no shapes")
+    return [
+        Method(name=name, plan=plans[name], planned_shapes=name not in exchanging)
+        for name in config.methods
+        if name in plans
+    ]
+
+
+def _own_plans(
+    config: BenchConfig,
+    options: BatchingOptions,
+    lengths: Sequence[int],
+    layout: Layout,
+    model: CostModel,
+) -> dict[str, MicroBatchPlan]:
+    """The plans of every method but verl."""
+    planned = plan_mini_batch(lengths, layout, options, model)
+    plans = {}
+    for name in config.methods:
+        if name == "plain":
+            size = config.plain_micro_batch_size or max(
+                1, (options.max_tokens_per_micro_batch or 0) // max(lengths)
+            )
+            plans[name] = plain_plan(lengths, layout, size, config.align)
+        elif name == "baseline":
+            plans[name] = _usual(lengths, layout, options, model)
+        elif name in ("planned", "no shapes"):
+            plans[name] = planned
+        elif name != "verl":
+            plans[name] = without(name.removeprefix("no "), planned, model)
+    return plans
+
+
+def without(feature: str, planned: MicroBatchPlan, model: CostModel) -> MicroBatchPlan:
+    """The planner's plan with one feature off.
+
+    count: as many micro-batches as the usual method takes, on every replica. balance: samples stay
+    with their owners. order: the smallest at both ends. group: pp.
+    """
+    lengths, layout, options = planned.lengths, planned.layout, planned.options
+    if feature == "order":
+        return _ordered_as_usual(planned, model)
+    if feature == "group":
+        if layout.vpp == 1:
+            return planned
+        return plan_mini_batch(lengths, replace(layout, group=layout.pp), options, model)
+    if feature == "balance":
+        return plan_mini_batch(lengths, layout, replace(options, balance="none"), model)
+    assert feature == "count", feature
+    usual = _usual(lengths, layout, options, model).replicas[0].num_micro_batches
+    fixed = replace(options, min_num_micro_batches=usual, max_num_micro_batches=usual)
+    return plan_mini_batch(lengths, layout, fixed, model)
+
+
+def _usual(
+    lengths: Sequence[int], layout: Layout, options: BatchingOptions, model: CostModel
+) -> MicroBatchPlan:
+    return plan_mini_batch(lengths, layout, replace(options, method="baseline"), model)
+
+
+def _ordered_as_usual(plan: MicroBatchPlan, model: CostModel) -> MicroBatchPlan:
+    replicas = []
+    for replica in plan.replicas:
+        loads = model.load(micro_batch_features(plan, replica))
+        largest_first = np.argsort(-loads, kind="stable").tolist()
+        order = largest_first[::2][::-1] + largest_first[1::2]
+        batches = tuple(replica.micro_batches[i] for i in order)
+        replicas.append(replace(replica, micro_batches=batches))
+    return replace(plan, replicas=tuple(replicas))
+
+
+def plan_from_rows(
+    lengths: Sequence[int],
+    layout: Layout,
+    options: BatchingOptions,
+    rows: Sequence[Sequence[Sequence[int]]],
+) -> MicroBatchPlan:
+    """A plan cut elsewhere, checked; with vpp > 1 its group is pp.
+
+    Args:
+        lengths: tokens of each sample of the global mini-batch.
+        layout: sizes of the run.
+        options: limits that the plan must keep.
+        rows: of each replica, of each of its micro-batches in execution order, the samples.
+
+    Raises:
+        ValueError: the plan breaks an invariant.
+
+    >>> options = BatchingOptions(max_tokens_per_micro_batch=8)
+    >>> plan = plan_from_rows([5, 3, 8], Layout(), options, [[[2], [0, 1]]])
+    >>> [batch.tokens for batch in plan.replicas[0].micro_batches]
+    [8, 8]
+    """
+    base = plan_mini_batch(lengths, layout, replace(options, method="baseline"))
+    align = options.alignment(layout)
+
+    def batch(held: Sequence[int]) -> MicroBatch:
+        padded = [-(-lengths[row] // align) * align for row in held] or [align]
+        tokens = sum(padded) if options.packing == "packed" else len(padded) * max(padded)
+        return MicroBatch(samples=tuple(sorted(held)), tokens=tokens, dummy=not held)
+
+    plan = replace(
+        base,
+        options=options,
+        group=layout.pp if layout.vpp > 1 else None,
+        replicas=tuple(
+            ReplicaPlan(dp_rank=dp_rank, micro_batches=tuple(batch(held) for held in of_replica))
+            for dp_rank, of_replica in enumerate(rows)
+        ),
+    )
+    plan.validate()
+    return plan
+
+
+def verl_plan(lengths: Sequence[int], layout: Layout, options: BatchingOptions) -> MicroBatchPlan:
+    """verl's micro-batches, cut by each replica for itself, gathered by all ranks."""
+    owners = np.array_split(np.arange(len(lengths)), layout.dp)
+    own = owners[parallel_state.get_data_parallel_rank()]
+    cap = options.token_cap(layout)
+    assert cap is not None
+    cut = verl_rows(
+        [lengths[row] for row in own],
+        cap,
+        group=layout.pp if layout.vpp > 1 else None,
+        dp_group=parallel_state.get_data_parallel_group(),
+    )
+    mine = parallel_state.get_data_parallel_rank(), [[int(own[i]) for i in rows] for rows in cut]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    by_replica = dict(everyone)
+    rows = [by_replica[dp_rank] for dp_rank in range(layout.dp)]
+    return plan_from_rows(lengths, layout, replace(options, balance="none"), rows)
+
+
+def verl_rows(
+    lengths: Sequence[int],
+    cap: int,
+    *,
+    group: int | None,
+    dp_group: Any = None,
+    at_least: int | None = None,
+) -> list[list[int]]:
+    """`rearrange_micro_batches` of one replica's samples, as verl's Megatron engine calls it.
+
+    Args:
+        lengths: tokens of each sample of the replica.
+        cap: most tokens of a micro-batch.
+        group: `microbatch_group_size_per_vp_stage`, which must divide the count; None without vpp.
+        dp_group: replicas that agree on the count; None for one process on its own.
+        at_least: fewest micro-batches.
+
+    Returns:
+        Of each micro-batch in execution order, positions in `lengths`.
+
+    Raises:
+        ValueError: verl finds no micro-batches.
+    """
+    from tensordict import TensorDict
+    from verl.utils.seqlen_balancing import rearrange_micro_batches
+
+    sequences = [torch.zeros(length, dtype=torch.int8) for length in lengths]
+    nested = torch.nested.as_nested_tensor(sequences, layout=torch.jagged)
+    _, rows = rearrange_micro_batches(
+        TensorDict({"input_ids": nested}, batch_size=[len(lengths)]),
+        max_token_len=cap,
+        dp_group=dp_group,
+        num_batches_divided_by=group,
+        same_micro_num_in_dp=True,
+        min_num_micro_batch=at_least,
+    )
+    return rows

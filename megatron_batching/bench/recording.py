@@ -1,0 +1,247 @@
+"""A recorded step: ops and messages of all ranks on one clock, and why ranks stood still.
+
+A recording file is a timeline file with more in it, so whatever reads timelines reads recordings:
+`timeline` lays one over a prediction, `calibrate` fits costs to it. Ranks of one host share
+`time.monotonic`; with several hosts, rank 0's clock is compared with everyone's by messages there
+and back, as NTP does, the fastest of a few counting. The alternative, taking the end of a barrier
+as second 0, is off by as much as a barrier lets ranks go at different times.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_batching.megatron.recorder import SHAPES, Message, StepMessages
+from megatron_batching.schedules import Event, Op, Timeline
+
+PING_ROUNDS = 20
+_CAUSES = {
+    "recv_prev": "activation",
+    "recv_next": "gradient",
+    "send_next": "send",
+    "send_prev": "send",
+    SHAPES: "shape",
+}
+CAUSES = ("activation", "gradient", "shape", "send", "host", "end")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankMessages:
+    """The messages of one rank."""
+
+    dp_rank: int
+    pp_rank: int
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recording:
+    """One measured step of all ranks.
+
+    Attributes:
+        timeline: every op; second 0 is when the first rank began.
+        messages: every message, on the same clock; empty when they were not recorded.
+        features: of each replica, of each micro-batch, (1, tokens, token pairs): what a cost
+            model is fitted to.
+    """
+
+    timeline: Timeline
+    messages: tuple[RankMessages, ...] = ()
+    features: tuple[tuple[tuple[float, float, float], ...], ...] = ()
+
+    def bubble_by_cause(self) -> dict[str, float]:
+        """Shares of rank time spent on no op, by what the rank waited for; they add up to
+        the bubble.
+
+        activation, gradient: to receive one; shape: for an exchange of shapes; send: until a
+        peer took a tensor; host: for none of these, between two ops; end: the rank had no ops left.
+        """
+        timeline = self.timeline
+        shares = dict.fromkeys(CAUSES, 0.0)
+        waits = {(r.dp_rank, r.pp_rank): _waits(r.messages) for r in self.messages}
+        for row in timeline.rows:
+            events = [e for e in timeline.events if (e.dp_rank, e.pp_rank) == row]
+            events.sort(key=lambda event: event.start_s)
+            clock = 0.0
+            for event in events:
+                gap = event.start_s - clock
+                for cause, start, end in waits.get(row, ()):
+                    inside = min(end, event.start_s) - max(start, clock)
+                    if inside > 0:
+                        shares[cause] += inside
+                        gap -= inside
+                shares["host"] += max(0.0, gap)
+                clock = event.end_s
+            shares["end"] += timeline.step_time_s - clock
+        rank_time = len(timeline.rows) * timeline.step_time_s or 1.0
+        return {cause: share / rank_time for cause, share in shares.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """The timeline as plain values, with the messages and features beside it."""
+        messages = [
+            {
+                "dp_rank": rank.dp_rank,
+                "pp_rank": rank.pp_rank,
+                "messages": [asdict(m) | {"op": m.op and str(m.op)} for m in rank.messages],
+            }
+            for rank in self.messages
+        ]
+        return self.timeline.to_json() | {"messages": messages, "features": self.features}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Recording:
+        """Read what `to_json` wrote; a timeline file is a recording without messages."""
+        return cls(
+            timeline=Timeline.from_json(data),
+            messages=tuple(
+                RankMessages(
+                    dp_rank=rank["dp_rank"],
+                    pp_rank=rank["pp_rank"],
+                    messages=tuple(
+                        Message(**(m | {"op": m["op"] and Op.parse(m["op"])}))
+                        for m in rank["messages"]
+                    ),
+                )
+                for rank in data.get("messages", ())
+            ),
+            features=tuple(
+                tuple((float(n), float(t), float(p)) for n, t, p in of_replica)
+                for of_replica in data.get("features", ())
+            ),
+        )
+
+
+def _waits(messages: Sequence[Message]) -> list[tuple[str, float, float]]:
+    """(cause, start, end) of the stretches in which a rank waited, none twice."""
+    waits: list[tuple[str, float, float]] = []
+    clock = 0.0
+    for message in sorted(messages, key=lambda message: message.wait_s):
+        start = max(clock, message.wait_s)
+        if message.end_s > start:
+            waits.append((_CAUSES[message.direction], start, message.end_s))
+            clock = message.end_s
+    return waits
+
+
+def clock_offset(device: torch.device) -> float:
+    """Seconds to add to this host's `time.monotonic` to get rank 0's; all ranks together.
+
+    Exact on one host. Between hosts the error is at most half of the fastest time there and back.
+    """
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    if len(set(hosts)) == 1:
+        return 0.0
+    rank, best = dist.get_rank(), (float("inf"), 0.0)
+    clock = torch.zeros(1, dtype=torch.float64, device=device)
+    for peer in range(1, dist.get_world_size()):
+        for _ in range(PING_ROUNDS):
+            if rank == 0:
+                dist.recv(clock, src=peer)
+                clock.fill_(time.monotonic())
+                dist.send(clock, dst=peer)
+            elif rank == peer:
+                sent = time.monotonic()
+                dist.send(clock, dst=0)
+                dist.recv(clock, src=0)
+                theirs, back = clock.item(), time.monotonic()
+                best = min(best, (back - sent, theirs - (sent + back) / 2))
+    return best[1]
+
+
+def gather(
+    events: Sequence[Event],
+    messages: StepMessages,
+    *,
+    offset: float,
+    title: str,
+    features: Sequence[Any] = (),
+) -> Recording:
+    """Everybody's step on one clock; the same on all ranks, which call this together.
+
+    Args:
+        events: this rank's ops.
+        messages: this rank's messages and its second 0.
+        offset: of this rank's clock, from `clock_offset`.
+        title: of the timeline.
+        features: see `Recording`.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (tuple(events), messages, messages.start_s + offset))
+    first = min(start for _, _, start in everyone)
+    all_events: list[Event] = []
+    all_messages = []
+    for of_rank, of_messages, start in everyone:
+        late = start - first
+        all_events += [replace(e, start_s=e.start_s + late, end_s=e.end_s + late) for e in of_rank]
+        all_messages.append(
+            RankMessages(
+                dp_rank=of_rank[0].dp_rank,
+                pp_rank=of_rank[0].pp_rank,
+                messages=tuple(
+                    replace(
+                        m, posted_s=m.posted_s + late, wait_s=m.wait_s + late, end_s=m.end_s + late
+                    )
+                    for m in of_messages.messages
+                ),
+            )
+        )
+    return Recording(
+        timeline=Timeline(events=tuple(all_events), title=title, source="measured"),
+        messages=tuple(all_messages),
+        features=tuple(features),
+    )
+
+
+def message_trace(recording: Recording, process: int) -> list[dict[str, Any]]:
+    """The messages as events of Chrome's trace format, in rows of their own below the ranks'.
+
+    Args:
+        recording: what to show.
+        process: number of the first process that is free in the trace.
+    """
+    events: list[dict[str, Any]] = []
+    name = recording.timeline.title or recording.timeline.source
+    for i, rank in enumerate(recording.messages):
+        label = f"{name}, dp{rank.dp_rank} pp{rank.pp_rank} messages"
+        events.append(
+            {
+                "name": "process_name",
+                "ph": "M",
+                "pid": process + i,
+                "tid": 0,
+                "args": {"name": label},
+            }
+        )
+        for message in rank.messages:
+            direction = message.direction.replace("_", " ")
+            events.append(
+                {
+                    "name": f"wait, {direction} {message.op or ''}".strip(),
+                    "cat": _CAUSES[message.direction],
+                    "ph": "X",
+                    "ts": message.wait_s * 1e6,
+                    "dur": (message.end_s - message.wait_s) * 1e6,
+                    "pid": process + i,
+                    "tid": list(_CAUSES).index(message.direction),
+                    "args": {"posted_s": message.posted_s},
+                }
+            )
+    return events
+
+
+def write_json(value: Any, path: Path) -> Path:
+    """Write plain values and return the path."""
+    import json
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+    return path

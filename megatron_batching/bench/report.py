@@ -1,0 +1,344 @@
+"""What a comparison says: tables in the terminal, one HTML page, recordings to look into.
+
+The page is one file that opens offline: summary, a table and bars for each case, and the
+timelines of every method with the predicted ones, drawn when opened. Bars start at zero and carry
+their number, so that a small difference looks small.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from megatron_batching.bench.compute import layout_name
+from megatron_batching.bench.measure import Case, Measured
+from megatron_batching.bench.recording import CAUSES, write_json
+from megatron_batching.bench.settings import BenchConfig
+from megatron_batching.schedules import draw_png, write_html
+
+MIB = 2**20
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _speed_up(row: dict[str, Any], other: str) -> str:
+    ratio = row.get(f"speed_up_over_{other}")
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def _causes(row: dict[str, Any]) -> str:
+    """The three largest causes of the bubble."""
+    shares = row["bubble_by_cause"]
+    largest = sorted(CAUSES, key=lambda cause: -shares[cause])[:3]
+    return ", ".join(f"{cause} {shares[cause]:.0%}" for cause in largest if shares[cause] >= 0.005)
+
+
+def _memory(row: dict[str, Any]) -> str:
+    if "peak_bytes" in row:
+        return f"{row['peak_bytes'] / MIB:,.0f} MiB"
+    return f"{row['peak_tokens_in_flight']:,.0f} tokens"
+
+
+Column = tuple[str, Callable[[dict[str, Any]], str]]
+COLUMNS: tuple[Column, ...] = (
+    ("method", lambda r: r["method"]),
+    ("M", lambda r: str(r["num_micro_batches"])),
+    ("group", lambda r: str(r["group"] or "-")),
+    ("step s", lambda r: f"{r['step_s']:.3f}"),
+    ("spread", lambda r: f"{(r['step_s_range'][1] - r['step_s_range'][0]) / r['step_s']:.0%}"),
+    ("predicted", lambda r: _number(r.get("predicted_s"), ".3f")),
+    ("of bound", lambda r: _number(r.get("over_lower_bound"), ".2f")),
+    ("tokens/s", lambda r: f"{r['tokens_per_s']:,.0f}"),
+    ("vs verl", lambda r: _speed_up(r, "verl")),
+    ("vs plain", lambda r: _speed_up(r, "plain")),
+    ("bubble", lambda r: f"{r['bubble_fraction']:.0%}"),
+    ("waits for", _causes),
+    ("peak", _memory),
+)
+
+
+def _heading(config: BenchConfig, case: Case) -> str:
+    row = case.methods[0].row
+    bound = row.get("lower_bound_s")
+    text = (
+        f"{case.title}: {row['samples']} samples, {row['tokens']:,} tokens, cap "
+        f"{case.trace.max_tokens:,}"
+    )
+    if bound is not None:
+        why = "set by the longest sample" if row["longest_sample_sets_bound"] else "set by the work"
+        text += f"; no plan can take less than {bound:.3f} s ({why})"
+    return f"{text} [{_label(config)}]"
+
+
+def _label(config: BenchConfig) -> str:
+    return "paced stages" if config.compute == "paced" else "GPT"
+
+
+def case_table(config: BenchConfig, case: Case) -> Table:
+    """All methods on one case."""
+    table = Table(title=_heading(config, case), title_justify="left")
+    for name, _ in COLUMNS:
+        table.add_column(name, justify="left" if name in ("method", "waits for") else "right")
+    for method in case.methods:
+        table.add_row(*(form(method.row) for _, form in COLUMNS))
+    return table
+
+
+def summarize(cases: Sequence[Case]) -> dict[str, Any]:
+    """Geometric means of the speed-ups of `planned`, and what each feature is worth."""
+    planned = {id(c): _row(c, "planned") for c in cases}
+    summary: dict[str, Any] = {}
+    for other in ("verl", "plain", "baseline"):
+        ratios = [
+            (case, row[f"speed_up_over_{other}"])
+            for case in cases
+            if (row := planned[id(case)]) and f"speed_up_over_{other}" in row
+        ]
+        if not ratios:
+            continue
+        deep = [r for case, r in ratios if case.layout.dp >= 2 and case.layout.vpp >= 2]
+        summary[f"speed_up_over_{other}"] = statistics.geometric_mean(r for _, r in ratios)
+        summary[f"least_speed_up_over_{other}"] = min(r for _, r in ratios)
+        if deep:
+            summary[f"speed_up_over_{other}_dp2_vpp2"] = statistics.geometric_mean(deep)
+    rows = [row for row in planned.values() if row and "over_lower_bound" in row]
+    for name, wanted in (("work", False), ("longest_sample", True)):
+        ratios_to_bound = [
+            row["over_lower_bound"] for row in rows if row["longest_sample_sets_bound"] is wanted
+        ]
+        if ratios_to_bound:
+            summary[f"over_bound_set_by_{name}"] = statistics.geometric_mean(ratios_to_bound)
+            summary[f"worst_over_bound_set_by_{name}"] = max(ratios_to_bound)
+    errors = [
+        abs(m.row["prediction_error"]) for c in cases for m in c.methods if m.predicted is not None
+    ]
+    if errors:
+        summary["mean_abs_prediction_error"] = statistics.mean(errors)
+        summary["worst_abs_prediction_error"] = max(errors)
+    worth: dict[str, list[float]] = {}
+    for case in cases:
+        for method in case.methods:
+            name = method.row["method"]
+            if name.startswith("no ") and "speed_up_over_planned" in method.row:
+                worth.setdefault(name, []).append(1 / method.row["speed_up_over_planned"])
+    summary["worth"] = {
+        name.removeprefix("no "): statistics.geometric_mean(ratios)
+        for name, ratios in worth.items()
+    }
+    return summary
+
+
+def _row(case: Case, method: str) -> dict[str, Any] | None:
+    return next((m.row for m in case.methods if m.row["method"] == method), None)
+
+
+def _summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = []
+    for key, value in summary.items():
+        if key == "worth":
+            lines += [(f"with {name} as verl has it, the step is", f"{ratio:.3f} times as long")
+                      for name, ratio in value.items()]  # fmt: skip
+        else:
+            form = f"{value:.1%}" if "error" in key else f"{value:.3f}"
+            lines.append((key.replace("_", " "), form))
+    return lines
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """The figures of all cases together."""
+    table = Table(title="all cases (geometric means unless it says otherwise)", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, text in _summary_lines(summary):
+        table.add_row(name, text)
+    return table
+
+
+def write_report(
+    config: BenchConfig, cases: Sequence[Case], result: dict[str, Any], folder: Path
+) -> list[Path]:
+    """Results, report, picture, and of each case and method the recording and prediction."""
+    written = [write_json(result, folder / "bench.json")]
+    for number, case in enumerate(cases):
+        for method in case.methods:
+            name = f"{number:02}-{method.row['method'].replace(' ', '_')}"
+            write_json(method.recording.to_json(), folder / "recordings" / f"{name}.json")
+            if method.predicted is not None:
+                path = folder / "recordings" / f"{name}-predicted.json"
+                write_json(method.predicted.to_json(), path)
+    written.append(folder / "recordings")
+    page = folder / "report.html"
+    page.write_text(_page(config, cases, result), encoding="utf-8")
+    written.append(page)
+    written.append(draw_chart(cases, folder / "bench.png", _caption(result)))
+    first = cases[0]
+    shown = [m for m in first.methods if m.row["method"] in ("plain", "verl", "planned")]
+    timelines = [m.recording.timeline for m in shown or first.methods]
+    written.append(draw_png(timelines, folder / "timeline.png"))
+    return written
+
+
+def _caption(result: dict[str, Any]) -> str:
+    where = result["machine"]
+    versions = where["versions"]
+    hardware = where["processor"] if where["gpu"] == "none" else where["gpu"]
+    kind = (
+        "Megatron-Core's real schedule with paced stages"
+        if result["compute"] == "paced"
+        else "a GPT of Megatron-Core"
+    )
+    return (
+        f"{kind}, {where['processes']} processes on {where['cores']} cores ({hardware}); "
+        f"megatron-core {versions['megatron-core']}, torch {versions['torch']}, verl "
+        f"{versions['verl']}, Python {where['python']}; {where['date']}"
+    )
+
+
+COLOURS = {"plain": "#bbbbbb", "verl": "#e69f00", "baseline": "#e69f00", "planned": "#0072b2"}
+OTHER_COLOUR = "#8fb9d6"  # planned with something off
+
+
+def draw_chart(cases: Sequence[Case], path: Path, caption: str) -> Path:
+    """Step times of the whole methods, one panel a layout, in units of the lower bound.
+
+    Where there is no bound in seconds, in units of the fastest method.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    layouts = list(dict.fromkeys(case.layout for case in cases))
+    longest = max(sum(case.layout == layout for case in cases) for layout in layouts)
+    figure = Figure(figsize=(3.0 + 2.6 * longest, 2.7 * len(layouts) + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(layouts), 1, squeeze=False)[:, 0]
+    has_bound = all("lower_bound_s" in case.methods[0].row for case in cases)
+    for axis, layout in zip(axes, layouts, strict=True):
+        shown = [case for case in cases if case.layout == layout]
+        names = [m.row["method"] for m in shown[0].methods if m.row["method"] in COLOURS]
+        width = 0.8 / len(names)
+        tallest = 0.0
+        for place, case in enumerate(shown):
+            steps = {m.row["method"]: m.row for m in case.methods}
+            unit = case.methods[0].row.get("lower_bound_s") if has_bound else None
+            unit = unit or min(row["step_s"] for row in steps.values())
+            for i, name in enumerate(names):
+                if name not in steps:
+                    continue
+                value = steps[name]["step_s"] / unit
+                x = place + (i - (len(names) - 1) / 2) * width
+                axis.bar(x, value, width * 0.94, color=COLOURS[name], label=None if place else name)
+                axis.text(x, value, f"{value:.2f}", ha="center", va="bottom", fontsize=8)
+                tallest = max(tallest, value)
+        axis.set_ylim(0, 1.12 * tallest)
+        axis.axhline(1.0, color="black", lw=0.9)
+        axis.set_xticks(range(len(shown)), [case.trace.name for case in shown])
+        axis.set_title(layout_name(layout), loc="left", fontsize=11, fontweight="bold")
+        axis.set_ylabel("step / bound" if has_bound else "step / fastest")
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    axes[0].legend(loc="upper right", ncols=3, frameon=False)
+    below = "line: no plan can be faster. " if has_bound else ""
+    figure.supxlabel(below + caption, fontsize=7.5, wrap=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _page(config: BenchConfig, cases: Sequence[Case], result: dict[str, Any]) -> str:
+    summary = "".join(
+        f"<tr><td>{html.escape(name)}</td><td class=n>{text}</td></tr>"
+        for name, text in _summary_lines({k: result[k] for k in summarize(cases)})
+    )
+    parts = [
+        _HEAD,
+        f"<h1>Micro-batching methods compared</h1><p>{html.escape(_caption(result))}.</p>",
+        f"<p>{_EXPLANATION[config.compute]}</p><h2>All cases</h2><table>{summary}</table>",
+    ]
+    pages = {}
+    for number, case in enumerate(cases):
+        pages[f"case{number}"] = _timelines(case)
+        parts.append(_section(config, case, number))
+    # "<" written as an escape cannot end the script element
+    data = json.dumps(pages).replace("<", "\\u003c")
+    parts.append(f"<script id=pages type=application/json>{data}</script>{_SCRIPT}")
+    return "\n".join(parts)
+
+
+def _section(config: BenchConfig, case: Case, number: int) -> str:
+    slowest = max(method.row["step_s"] for method in case.methods)
+    head = "".join(f"<th>{name}</th>" for name, _ in COLUMNS)
+    rows = "".join(_html_row(method, slowest) for method in case.methods)
+    return (
+        f"<h2>{html.escape(_heading(config, case))}</h2>"
+        f"<table class=wide><tr>{head}<th></th></tr>{rows}</table>"
+        f"<details data-page=case{number}><summary>timelines, measured and predicted</summary>"
+        "</details>"
+    )
+
+
+def _html_row(method: Measured, slowest: float) -> str:
+    row = method.row
+    cells = "".join(
+        f"<td{'' if name in ('method', 'waits for') else ' class=n'}>{html.escape(form(row))}</td>"
+        for name, form in COLUMNS
+    )
+    colour = COLOURS.get(row["method"], OTHER_COLOUR)
+    width = 160 * row["step_s"] / slowest
+    return f"<tr>{cells}<td><i style='width:{width:.0f}px;background:{colour}'></i></td></tr>"
+
+
+def _timelines(case: Case) -> str:
+    """A page with every method's step, each followed by its prediction."""
+    shown = []
+    for method in case.methods:
+        shown.append(method.recording.timeline)
+        if method.predicted is not None:
+            shown.append(method.predicted)
+    with tempfile.TemporaryDirectory() as folder:
+        return write_html(shown, Path(folder) / "page.html").read_text(encoding="utf-8")
+
+
+_EXPLANATION = {
+    "paced": "Stages sleep for the time that the cost model gives them; op order, waits and "
+    "messages are those of Megatron-Core's real schedule. No arithmetic is done, so peaks are "
+    "tokens whose activations a rank would hold.",
+    "model": "Forward and backward of a real GPT through Megatron-Core's schedule and DDP; the "
+    "optimizer does not step.",
+}
+_HEAD = """<!DOCTYPE html>
+<html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Micro-batching methods compared</title>
+<style>
+body { font: 14px system-ui, sans-serif; margin: 24px auto; max-width: 1400px; padding: 0 16px;
+  color: #222; background: #fff; }
+h1 { font-size: 22px; } h2 { font-size: 15px; margin: 28px 0 8px; }
+table { border-collapse: collapse; } th { text-align: left; font-weight: 600; }
+td, th { padding: 3px 10px; border-bottom: 1px solid #ddd; white-space: nowrap; }
+.n { text-align: right; font-variant-numeric: tabular-nums; }
+i { display: block; height: 12px; } iframe { width: 100%; border: 0; }
+summary { cursor: pointer; margin: 8px 0; color: #0072b2; }
+</style>"""
+_SCRIPT = """<script>
+"use strict";
+const pages = JSON.parse(document.getElementById("pages").textContent);
+for (const details of document.querySelectorAll("details"))
+  details.addEventListener("toggle", () => {
+    if (!details.open || details.querySelector("iframe")) return;
+    const frame = document.createElement("iframe");
+    frame.addEventListener("load", () => {
+      frame.style.height = frame.contentDocument.documentElement.scrollHeight + 24 + "px";
+    });
+    frame.srcdoc = pages[details.dataset.page];
+    details.append(frame);
+  });
+</script></html>"""

@@ -1,0 +1,151 @@
+"""The settings of `bench` and `calibrate`: a YAML file and `key=value` overrides.
+
+One file holds a whole comparison: layouts x traces, in one process group, so that one command
+measures everything. Options of the command line would say as much of one case and nothing of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from megatron_batching.megatron.config import ModelConfig, check_world_size
+from megatron_batching.plan import Layout
+
+COMPUTE = ("paced", "model")
+# What is switched off in turn: then it is as the usual method (verl's) has it.
+FEATURES = ("count", "balance", "order", "shapes", "group")
+METHODS = ("plain", "verl", "baseline", "planned", *(f"no {feature}" for feature in FEATURES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Where the lengths of a mini-batch come from, and the token cap that they are cut under."""
+
+    lengths: str = "@azure_code"
+    """A length file, or `@name` of a built-in distribution."""
+    max_tokens: int = 16_384
+    """Token cap of a micro-batch; longer samples are cut to it."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 2:
+            raise ValueError(f"max_tokens={self.max_tokens} of {self.lengths} must be at least 2")
+
+    @classmethod
+    def parse(cls, text: str) -> Trace:
+        """Read `SOURCE:CAP`, such as `lengths.csv:16384`."""
+        source, _, cap = text.rpartition(":")
+        if not source or not cap.isdecimal():
+            raise ValueError(
+                f"lengths {text!r} must be SOURCE:CAP, such as lengths.csv:16384 or "
+                "@azure_code:16384"
+            )
+        return cls(lengths=source, max_tokens=int(cap))
+
+    @property
+    def name(self) -> str:
+        """Short, for tables."""
+        return self.lengths if self.lengths.startswith("@") else Path(self.lengths).stem
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """Everything that `bench` needs."""
+
+    compute: str = "paced"
+    """paced: stages sleep for the time that the cost model gives; model: a GPT of Megatron-Core."""
+    layouts: list[Layout] = field(default_factory=list)
+    """Measured one after another; each must fill the processes that were started."""
+    traces: list[Trace] = field(default_factory=list)
+    """Each gives one mini-batch in every layout."""
+    methods: list[str] = field(default_factory=lambda: ["plain", "verl", "planned"])
+    """plain: fixed number of samples, padded, in order of arrival; verl: its own
+    `rearrange_micro_batches`; baseline: the same method as built in here; planned: the planner;
+    "no count", "no balance", "no order", "no shapes", "no group": planned, but with this one thing
+    as verl has it."""
+    samples_per_replica: int = 32
+    """Samples of one replica in a mini-batch."""
+    length_scale: float = 1.0
+    """Every length is multiplied by this; below 1 it fits long traces to a small machine."""
+    align: int = 1
+    """Every sample is padded to a multiple of this."""
+    plain_micro_batch_size: int | None = None
+    """Samples per micro-batch of `plain`; by default as many of the longest as fit the cap."""
+    repeats: int = 3
+    """Counted steps of each method."""
+    work_s: float = 1.0
+    """paced: seconds that a rank sleeps for the samples of a step."""
+    realtime: bool = False
+    """paced: run before all other work of the machine (needs root); ranks mostly sleep."""
+    cost: str | None = None
+    """Cost model: tokens, verl, or a file, such as `calibrate` writes. By default verl's for paced,
+    FLOP of the model for model."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """model: shape and numerics of the GPT."""
+    device: str = "auto"
+    """auto, cpu or cuda; paced always runs on the CPU."""
+    allow_cpu_with_gpu: bool = False
+    """Let the CPU be used although there is a GPU."""
+    seed: int = 0
+    """Of weights and tokens."""
+    output_dir: str = "out/bench"
+    """Where report, recordings and results go."""
+
+    def __post_init__(self) -> None:
+        if self.compute not in COMPUTE:
+            raise ValueError(f"compute={self.compute!r} is unknown: choose {' or '.join(COMPUTE)}")
+        for name in ("layouts", "traces", "methods"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty: give at least one")
+        for method in self.methods:
+            if method not in METHODS:
+                raise ValueError(f"method {method!r} is unknown: choose among {', '.join(METHODS)}")
+        for name in ("samples_per_replica", "repeats", "align"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("work_s", "length_scale"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+
+    def check(self, world_size: int) -> None:
+        """Raise ValueError unless every layout fills the processes."""
+        for layout in self.layouts:
+            check_world_size(layout, world_size)
+            if self.compute == "paced" and layout.tp * layout.cp > 1:
+                raise ValueError(
+                    f"tp={layout.tp} cp={layout.cp}: paced stages have neither; use compute=model"
+                )
+
+
+def load_bench_config(
+    path: str | Path, overrides: Sequence[str] = (), **options: Any
+) -> BenchConfig:
+    """Read a YAML file, apply `key=value` overrides, then `options` that are not None.
+
+    Raises:
+        ValueError: no such file, not YAML, an unknown key, or a refused value.
+    """
+    for override in overrides:
+        if "=" not in override:
+            raise ValueError(f"override {override!r} is not of the form key=value")
+    given = {key: value for key, value in options.items() if value is not None}
+    try:
+        merged = OmegaConf.merge(
+            OmegaConf.structured(BenchConfig),
+            OmegaConf.load(path),
+            OmegaConf.from_dotlist(list(overrides)),
+            given,
+        )
+        config: Any = OmegaConf.to_object(merged)
+    except (OSError, YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"config {path} cannot be read: {reason}; pass a YAML file") from error
+    except OmegaConfBaseException as error:
+        raise ValueError(f"config {path}: {' '.join(str(error).split())}") from error
+    return config

@@ -1,0 +1,104 @@
+"""The `bench` command: measure, print tables, write report and recordings, end with JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_batching.bench.settings import BenchConfig
+from megatron_batching.megatron.config import world_size_from_environment
+
+_LOG_WIDTH = 160  # columns of a table in a log file
+
+
+def run_bench(config: BenchConfig) -> None:
+    """Measure what the config says; rank 0 prints and writes.
+
+    Raises:
+        ValueError: a layout does not fill the processes, or a mini-batch cannot be planned.
+    """
+    config.check(world_size_from_environment())
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    from megatron_batching.bench.measure import measure
+    from megatron_batching.bench.methods import has_verl
+    from megatron_batching.bench.report import case_table, summarize, summary_table, write_report
+    from megatron_batching.megatron.parallel import shut_down
+
+    if "verl" in config.methods and has_verl():
+        import verl.utils.seqlen_balancing  # noqa: F401  (takes long, and is not to be timed)
+    if config.realtime and config.compute == "paced":
+        _take_precedence()
+    rank = int(os.environ.get("RANK", "0"))
+    console = Console(quiet=rank != 0, highlight=False)
+    if not console.is_terminal:
+        console.width = _LOG_WIDTH
+    began = time.perf_counter()
+    cases = measure(config, lambda line: console.print(line))
+    if rank == 0:
+        for case in cases:
+            console.print(case_table(config, case))
+        summary = summarize(cases)
+        console.print(summary_table(summary))
+        result = {
+            "benchmark": "bench",
+            "compute": config.compute,
+            "realtime": config.realtime,
+            "machine": machine(),
+            "seconds": time.perf_counter() - began,
+            **summary,
+            "rows": [method.row for case in cases for method in case.methods],
+        }
+        for path in write_report(config, cases, result, Path(config.output_dir)):
+            console.print(f"wrote {path}")
+        print(json.dumps(result), flush=True)
+    shut_down()
+
+
+def machine() -> dict[str, Any]:
+    """Hardware, versions, date."""
+    import torch
+
+    versions = {}
+    for package in ("torch", "megatron-core", "verl", "transformer-engine", "megatron-batching"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "none"
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "processes": world_size_from_environment(),
+        "load_average": round(os.getloadavg()[0], 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": versions,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _take_precedence() -> None:
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+    except (AttributeError, PermissionError):
+        raise ValueError(
+            "realtime=true needs root on Linux: leave it out, and keep the machine quiet"
+        ) from None
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()
