@@ -8,6 +8,7 @@ every rank ends so, and rank 0 alone speaks.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -148,6 +149,15 @@ def simulate(
     exchange_shapes: Annotated[
         bool, typer.Option(help="With Megatron's shape exchange before each send.")
     ] = False,
+    latency: Annotated[
+        float, typer.Option(help="Time of a message, in the cost model's unit.")
+    ] = 0.0,
+    bandwidth: Annotated[
+        float, typer.Option(help="Bytes per unit of time of a message; needs --bytes-per-token.")
+    ] = math.inf,
+    bytes_per_token: Annotated[
+        float, typer.Option(help="Bytes of a message for each token: hidden size x element size.")
+    ] = 0.0,
     png: Png = None,
     html: Html = None,
     trace: Trace = None,
@@ -181,7 +191,13 @@ def simulate(
         plans,
         outputs=Outputs(png=png, html=html, trace=trace, timeline=timeline_file),
         cost=cost,
-        communication=Communication(planned_shapes=not exchange_shapes),
+        communication=Communication(
+            planned_shapes=not exchange_shapes,
+            overlap_warmup_flush=not exchange_shapes,
+            latency=latency,
+            bandwidth=bandwidth,
+            bytes_per_token=bytes_per_token,
+        ),
         replica=replica,
         as_json=as_json,
     )
@@ -289,6 +305,37 @@ def bench(
         load_bench_config(
             config, overrides or [], compute=compute, traces=traces, cost=cost, output_dir=output
         )
+    )
+
+
+@app.command()
+def calibrate(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Overrides of the config: key=value.")
+    ] = None,
+    config: Annotated[
+        Path, typer.Option(help="YAML file; model, first layout and first trace are used.")
+    ] = Path("configs/bench_gpt.yaml"),
+    output: Annotated[Path, typer.Option(help="Cost file that --cost takes.")] = Path(
+        "out/cost.yaml"
+    ),
+    recording: Annotated[
+        list[str] | None,
+        typer.Option(help="Fit this recording instead of measuring; may be repeated."),
+    ] = None,
+    held_out: Annotated[
+        int, typer.Option(help="Planned mini-batches to predict and measure after the fit.")
+    ] = 4,
+) -> None:
+    """Measure what a model's stages cost here; run under torchrun."""
+    from megatron_batching.bench.calibrate import run_calibration
+    from megatron_batching.bench.settings import load_bench_config
+
+    run_calibration(
+        load_bench_config(config, overrides or []),
+        output=output,
+        recordings=recording or [],
+        held_out=held_out,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_batching.bench.fit import Link, read_link
 from megatron_batching.bench.methods import Method
 from megatron_batching.bench.paced import Costs
 from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
@@ -26,8 +27,9 @@ from megatron_batching.bench.simulate import micro_batch_features
 from megatron_batching.data import MiniBatch, synthetic_mini_batch
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.engine.run import replica_schedule
+from megatron_batching.megatron.messages import StepMessages
 from megatron_batching.megatron.parallel import Placement
-from megatron_batching.megatron.recorder import StepMessages, record_messages
+from megatron_batching.megatron.recorder import record_messages
 from megatron_batching.plan import (
     BatchingOptions,
     CostModel,
@@ -64,7 +66,7 @@ class PacedCompute:
         self, config: BenchConfig, placement: Placement, lengths: Sequence[int], costs: Costs
     ) -> None:
         layout = placement.layout
-        self.placement, self.costs = placement, costs
+        self.placement, self.link = placement, Link(latency=costs.message_s)
         relative = load_cost_model(config.cost or "verl", layout)
         samples = sample_features(lengths)
         work = float(relative.load(samples).sum()) / (layout.pp * layout.dp)
@@ -114,20 +116,24 @@ class PacedCompute:
 class GptCompute:
     """A GPT of Megatron-Core, forward and backward; the optimizer never steps."""
 
-    costs = Costs(op_s=0.0, message_s=0.0)
-
     def __init__(self, config: BenchConfig, engine: PipelineEngine, lengths: Sequence[int]) -> None:
         self._engine = engine
         self._mini_batch: MiniBatch = synthetic_mini_batch(
             lengths, vocab_size=config.model.vocab_size, seed=config.seed
         )
         layout = engine.placement.layout
+        self.link = read_link(config.cost)
         if config.cost is not None:
             self.cost_model = load_cost_model(config.cost, layout)
         else:
             self.cost_model = transformer_cost_model(
                 engine.model.config, layout, vocab_size=config.model.vocab_size
             )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the GPT lies."""
+        return self._engine.placement.device
 
     def warm_up(self, method: Method) -> dict[str, float]:
         """Run once and tell the most bytes of tensors that were alive at once on this rank."""

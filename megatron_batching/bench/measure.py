@@ -24,9 +24,11 @@ from megatron_batching.bench.compute import (
     build_engine,
     layout_name,
 )
+from megatron_batching.bench.fit import Link
+from megatron_batching.bench.gather import clock_offset, gather
 from megatron_batching.bench.methods import VERL_HINT, Method, has_verl, make_methods
 from megatron_batching.bench.paced import Costs, measure_costs
-from megatron_batching.bench.recording import Recording, clock_offset, gather
+from megatron_batching.bench.recording import Recording
 from megatron_batching.bench.settings import BenchConfig, Trace
 from megatron_batching.bench.simulate import micro_batch_features, simulate_replica
 from megatron_batching.bench.train import mini_batch_lengths
@@ -90,7 +92,7 @@ def measure(config: BenchConfig, say: Callable[[str], None]) -> list[Case]:
         engine = None if config.compute == "paced" else build_engine(config, placement)
         offset = clock_offset(placement.device)
         for trace in config.traces:
-            lengths = case_lengths(config, trace, layout)
+            lengths = trace_lengths(config, trace, layout)[0]
             compute = (
                 PacedCompute(config, placement, lengths, costs)
                 if engine is None
@@ -101,16 +103,18 @@ def measure(config: BenchConfig, say: Callable[[str], None]) -> list[Case]:
     return cases
 
 
-def case_lengths(config: BenchConfig, trace: Trace, layout: Layout) -> list[int]:
-    """Lengths of the global mini-batch, none above the cap."""
+def trace_lengths(
+    config: BenchConfig, trace: Trace, layout: Layout, num_mini_batches: int = 1
+) -> list[list[int]]:
+    """Lengths of consecutive global mini-batches, none above the cap."""
     data = DataConfig(
         lengths=trace.lengths,
         samples_per_mini_batch=config.samples_per_replica * layout.dp,
-        num_mini_batches=1,
+        num_mini_batches=num_mini_batches,
         length_scale=config.length_scale,
         max_length=trace.max_tokens // config.align * config.align,
     )
-    return mini_batch_lengths(data)[0]
+    return mini_batch_lengths(data)
 
 
 def measure_case(
@@ -167,7 +171,7 @@ def measure_case(
         }
         predicted = None
         if model.unit == "s":
-            predicted, figures = predict(method, model, compute.costs)
+            predicted, figures = predict(method, model, compute.link)
             row |= figures | {
                 "lower_bound_s": bound,
                 "longest_sample_sets_bound": is_on_path,
@@ -184,15 +188,15 @@ def measure_case(
     return Case(layout=layout, trace=trace, methods=tuple(results))
 
 
-def predict(method: Method, model: CostModel, costs: Costs) -> tuple[Timeline, dict[str, Any]]:
+def predict(method: Method, model: CostModel, link: Link) -> tuple[Timeline, dict[str, Any]]:
     """The method's step on paper, all replicas, and its figures in seconds.
 
     Args:
         method: plan and communication.
         model: times of ops, in seconds.
-        costs: of a message; what ops cost beyond is part of the model.
+        link: what messages cost, and the end of the step.
     """
-    communication = method.communication(latency=costs.message_s)
+    communication = method.communication(**link.communication())
     simulations = [
         simulate_replica(method.plan, replica, model, communication)
         for replica in method.plan.replicas
@@ -205,7 +209,7 @@ def predict(method: Method, model: CostModel, costs: Costs) -> tuple[Timeline, d
     ]
     timeline = Timeline(events=tuple(events), title=f"{method.name}, predicted")
     return timeline, {
-        "predicted_s": slowest.step_time,
+        "predicted_s": slowest.step_time + link.after_s,
         "predicted_bubble_by_cause": slowest.bubble_by_cause,
         "lower_bound_any_order_s": max(lower_bound(s.schedule, s.times) for s in simulations),
         "peak_tokens_in_flight": max(max(s.peak_tokens_in_flight) for s in simulations),

@@ -1,28 +1,21 @@
 """A recorded step: ops and messages of all ranks on one clock, and why ranks stood still.
 
 A recording file is a timeline file with more in it, so whatever reads timelines reads recordings:
-`timeline` lays one over a prediction, `calibrate` fits costs to it. Ranks of one host share
-`time.monotonic`; with several hosts, rank 0's clock is compared with everyone's by messages there
-and back, as NTP does, the fastest of a few counting. The alternative, taking the end of a barrier
-as second 0, is off by as much as a barrier lets ranks go at different times.
+`timeline` lays one over a prediction, `calibrate` fits costs to it. A format of its own would keep
+the timeline's readers away from it. `gather` makes recordings; reading them needs no torch.
 """
 
 from __future__ import annotations
 
-import socket
-import time
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from megatron_batching.megatron.messages import SHAPES, Message
+from megatron_batching.schedules import Op, Timeline
 
-from megatron_batching.megatron.recorder import SHAPES, Message, StepMessages
-from megatron_batching.schedules import Event, Op, Timeline
-
-PING_ROUNDS = 20
 _CAUSES = {
     "recv_prev": "activation",
     "recv_next": "gradient",
@@ -131,76 +124,6 @@ def _waits(messages: Sequence[Message]) -> list[tuple[str, float, float]]:
     return waits
 
 
-def clock_offset(device: torch.device) -> float:
-    """Seconds to add to this host's `time.monotonic` to get rank 0's; all ranks together.
-
-    Exact on one host. Between hosts the error is at most half of the fastest time there and back.
-    """
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    if len(set(hosts)) == 1:
-        return 0.0
-    rank, best = dist.get_rank(), (float("inf"), 0.0)
-    clock = torch.zeros(1, dtype=torch.float64, device=device)
-    for peer in range(1, dist.get_world_size()):
-        for _ in range(PING_ROUNDS):
-            if rank == 0:
-                dist.recv(clock, src=peer)
-                clock.fill_(time.monotonic())
-                dist.send(clock, dst=peer)
-            elif rank == peer:
-                sent = time.monotonic()
-                dist.send(clock, dst=0)
-                dist.recv(clock, src=0)
-                theirs, back = clock.item(), time.monotonic()
-                best = min(best, (back - sent, theirs - (sent + back) / 2))
-    return best[1]
-
-
-def gather(
-    events: Sequence[Event],
-    messages: StepMessages,
-    *,
-    offset: float,
-    title: str,
-    features: Sequence[Any] = (),
-) -> Recording:
-    """Everybody's step on one clock; the same on all ranks, which call this together.
-
-    Args:
-        events: this rank's ops.
-        messages: this rank's messages and its second 0.
-        offset: of this rank's clock, from `clock_offset`.
-        title: of the timeline.
-        features: see `Recording`.
-    """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (tuple(events), messages, messages.start_s + offset))
-    first = min(start for _, _, start in everyone)
-    all_events: list[Event] = []
-    all_messages = []
-    for of_rank, of_messages, start in everyone:
-        late = start - first
-        all_events += [replace(e, start_s=e.start_s + late, end_s=e.end_s + late) for e in of_rank]
-        all_messages.append(
-            RankMessages(
-                dp_rank=of_rank[0].dp_rank,
-                pp_rank=of_rank[0].pp_rank,
-                messages=tuple(
-                    replace(
-                        m, posted_s=m.posted_s + late, wait_s=m.wait_s + late, end_s=m.end_s + late
-                    )
-                    for m in of_messages.messages
-                ),
-            )
-        )
-    return Recording(
-        timeline=Timeline(events=tuple(all_events), title=title, source="measured"),
-        messages=tuple(all_messages),
-        features=tuple(features),
-    )
-
-
 def message_trace(recording: Recording, process: int) -> list[dict[str, Any]]:
     """The messages as events of Chrome's trace format, in rows of their own below the ranks'.
 
@@ -240,8 +163,6 @@ def message_trace(recording: Recording, process: int) -> list[dict[str, Any]]:
 
 def write_json(value: Any, path: Path) -> Path:
     """Write plain values and return the path."""
-    import json
-
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value))
     return path

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_batching.bench.recording import Recording, message_trace
 from megatron_batching.plan import (
     BatchingOptions,
     CostModel,
@@ -91,7 +92,7 @@ def read_plan(source: str) -> MicroBatchPlan | None:
     """
     if not source.endswith(".json"):
         return None
-    return MicroBatchPlan.from_json(_read_json(source))
+    return MicroBatchPlan.from_json(read_json(source))
 
 
 def micro_batch_features(plan: MicroBatchPlan, replica: ReplicaPlan) -> np.ndarray:
@@ -234,10 +235,11 @@ def _silent(_: str) -> None:
     pass
 
 
-def _describe(own: dict[str, Any]) -> str:
-    def shares(parts: dict[str, float]) -> str:
-        return ", ".join(f"{name} {share:.1%}" for name, share in parts.items() if share >= 5e-4)
+def _shares(parts: dict[str, float]) -> str:
+    return ", ".join(f"{name} {share:.1%}" for name, share in parts.items() if share >= 5e-4)
 
+
+def _describe(own: dict[str, Any]) -> str:
     step, bound = own["step_time"], own["lower_bound_any_order"]
     counts = own["num_micro_batches"]
     span = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
@@ -249,8 +251,8 @@ def _describe(own: dict[str, Any]) -> str:
             f"  bound      {format_time(bound)} for any order of these micro-batches "
             f"({bound / step:.1%} of the step)",
             f"  bubble     {own['bubble_fraction']:.1%}; of the slowest replica "
-            f"{own['bubble_of_slowest']:.1%}: {shares(own['bubble_by_phase'])}",
-            f"  waits for  {shares(own['bubble_by_cause'])}",
+            f"{own['bubble_of_slowest']:.1%}: {_shares(own['bubble_by_phase'])}",
+            f"  waits for  {_shares(own['bubble_by_cause'])}",
             f"  in flight  {', '.join(f'{peak:g}' for peak in own['peak_tokens_in_flight'])} "
             "tokens by pp rank",
         ]
@@ -260,13 +262,19 @@ def _describe(own: dict[str, Any]) -> str:
 def run_timeline(sources: Sequence[str], *, outputs: Outputs) -> list[Timeline]:
     """The `timeline` command: draw timeline files, simulated or measured, on one time axis.
 
+    Of recordings it also says what ranks waited for, and puts their messages into the trace.
+
     Raises:
         ValueError: a file cannot be read or holds no timeline, or units differ.
     """
-    timelines = []
+    recordings = []
     for source in sources:
-        timeline = Timeline.from_json(_read_json(source))
-        timelines.append(timeline if timeline.title else replace(timeline, title=source))
+        recording = Recording.from_json(read_json(source))
+        if not recording.timeline.title:
+            named = replace(recording.timeline, title=source)
+            recording = replace(recording, timeline=named)
+        recordings.append(recording)
+    timelines = [recording.timeline for recording in recordings]
     units = {timeline.unit for timeline in timelines}
     if len(units) > 1:
         raise ValueError(
@@ -274,10 +282,21 @@ def run_timeline(sources: Sequence[str], *, outputs: Outputs) -> list[Timeline]:
             "draw them one by one"
         )
     outputs.show(timelines)
+    if outputs.trace is not None:
+        trace = json.loads(outputs.trace.read_text())
+        for recording in recordings:
+            used = 1 + max(event["pid"] for event in trace["traceEvents"])
+            trace["traceEvents"] += message_trace(recording, used)
+        outputs.trace.write_text(json.dumps(trace))
+    for recording in recordings:
+        if recording.messages:
+            causes = _shares(recording.bubble_by_cause())
+            print(f"{recording.timeline.title}: waits for {causes}")
     return timelines
 
 
-def _read_json(source: str) -> Any:
+def read_json(source: str) -> Any:
+    """What a JSON file holds; ValueError when it cannot be read."""
     try:
         return json.loads(Path(source).read_text(encoding="utf-8"))
     except OSError as error:

@@ -28,6 +28,7 @@ NUM_FEATURES = 3
 # SXM (989e12 / 3.35e12) and 153 for an A100 (312e12 / 2.04e12). A micro-batch cannot cost less.
 OVERHEAD_TOKENS = 256.0
 BACKWARD_OVER_FORWARD = 2.0
+EXTRA_SECTIONS = ("communication", "calibration")  # of a YAML cost file, for other readers
 VERL_LINEAR = 24576.0  # verl's workload formula for one sample of s tokens: 24576 s + s^2
 
 
@@ -175,19 +176,40 @@ def verl_cost_model(layout: Layout) -> CostModel:
 
 
 def load_cost_model(source: str, layout: Layout) -> CostModel:
-    """`verl`, `tokens` (the default model), or the path of a JSON file; checked for `layout`."""
+    """`verl`, `tokens` (the default model), or the path of a file; checked for `layout`.
+
+    A JSON file holds what `CostModel.to_json` wrote. A YAML file (.yaml, .yml) may hold more, as
+    what `calibrate` writes does: communication and quality of the fit, which are not read here.
+    """
     if source == "verl":
         return verl_cost_model(layout)
     if source == "tokens":
         return uniform_cost_model(layout)
+    is_yaml = source.endswith((".yaml", ".yml"))
     try:
-        value = json.loads(Path(source).read_text())
+        text = Path(source).read_text(encoding="utf-8")
+        value = _parse_yaml(text) if is_yaml else json.loads(text)
     except OSError as error:
         raise ValueError(f"cost model {source!r} cannot be read: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"cost model {source!r} is not JSON: {error}") from None
+    except ValueError as error:
+        kind = "YAML" if is_yaml else "JSON"
+        raise ValueError(f"cost model {source!r} is not {kind}: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"cost model {source!r} must be a JSON object with forward and backward")
+        raise ValueError(f"cost model {source!r} must be a mapping with forward and backward")
+    if is_yaml:
+        value = {key: of for key, of in value.items() if key not in EXTRA_SECTIONS}
     model = CostModel.from_json(value)
     model.check_layout(layout)
     return model
+
+
+def _parse_yaml(text: str) -> Any:
+    """Plain values; nothing in the file is resolved, so it cannot read the environment."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(" ".join(str(error).split())) from None

@@ -1,0 +1,200 @@
+"""From measured op times to a cost model: least squares, one fit a virtual stage and direction.
+
+A cost model is three coefficients on (1, tokens, token pairs). None may be negative, so the fit
+tries every subset of features and keeps the best one whose coefficients are all positive: with
+three features that is exact and takes seven small solves, where an iterative solver would need a
+library. Residuals are squared in seconds, not in per cent, since what a plan adds up are seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from megatron_batching.bench.recording import Recording
+from megatron_batching.plan import CostModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What a step takes beside its ops, in seconds.
+
+    Attributes:
+        latency: of a message.
+        bandwidth: bytes a second of a message; infinite when unknown.
+        bytes_per_token: of a message.
+        after_s: from the last op of a step to its end: gradient reduction.
+    """
+
+    latency: float = 0.0
+    bandwidth: float = float("inf")
+    bytes_per_token: float = 0.0
+    after_s: float = 0.0
+
+    def communication(self) -> dict[str, float]:
+        """As keywords of `Communication`."""
+        values = asdict(self)
+        del values["after_s"]
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFit:
+    """How well one stage is described.
+
+    Attributes:
+        coefficients: seconds per (1, tokens, token pairs).
+        r_squared: share of the variance of the times that the fit explains.
+        mean_residual_s: mean absolute residual.
+        worst_residual_s: largest absolute residual.
+        mean_s: mean time, to judge the residuals by.
+    """
+
+    coefficients: tuple[float, float, float]
+    r_squared: float
+    mean_residual_s: float
+    worst_residual_s: float
+    mean_s: float
+
+
+def fit_stage(features: np.ndarray, seconds: np.ndarray) -> StageFit:
+    """Non-negative least squares.
+
+    Args:
+        features: [n, 3] of each op's micro-batch.
+        seconds: [n] time of each op.
+
+    Raises:
+        ValueError: fewer than three different micro-batches.
+
+    >>> features = np.array([[1.0, t, t * t] for t in (10.0, 20.0, 40.0)])
+    >>> fit = fit_stage(features, features @ [2.0, 0.5, 0.0])
+    >>> [round(c, 6) for c in fit.coefficients], round(fit.r_squared, 6)
+    ([2.0, 0.5, 0.0], 1.0)
+    """
+    num_features = features.shape[1]
+    different = len(np.unique(features, axis=0))
+    if different < num_features:
+        raise ValueError(
+            f"{different} different micro-batches do not determine {num_features} coefficients: "
+            "record a mini-batch with more and more varied lengths"
+        )
+    scale = np.abs(features).max(axis=0)
+    scaled = features / scale
+    best = np.zeros(num_features)
+    least = float((seconds**2).sum())
+    for size in range(1, num_features + 1):
+        for subset in itertools.combinations(range(num_features), size):
+            chosen = list(subset)
+            solved = np.linalg.lstsq(scaled[:, chosen], seconds, rcond=None)[0]
+            error = float(((scaled[:, chosen] @ solved - seconds) ** 2).sum())
+            if (solved >= 0).all() and error < least:
+                least, best = error, np.zeros(num_features)
+                best[chosen] = solved
+    residuals = np.abs(scaled @ best - seconds)
+    variance = float(((seconds - seconds.mean()) ** 2).sum())
+    first, second, third = (best / scale).tolist()
+    return StageFit(
+        coefficients=(first, second, third),
+        r_squared=1.0 - least / variance if variance else 1.0,
+        mean_residual_s=float(residuals.mean()),
+        worst_residual_s=float(residuals.max()),
+        mean_s=float(seconds.mean()),
+    )
+
+
+def op_times(recordings: Sequence[Recording]) -> dict[tuple[str, int], list[tuple[Any, float]]]:
+    """(kind, virtual stage) -> features and seconds of every op; repeats of one step are merged.
+
+    An op's time is its own plus the host's time before it, when the rank waited for nothing: Python
+    and kernel launches between two ops, which take a step's time as well.
+
+    Raises:
+        ValueError: a recording has no features.
+    """
+    samples: dict[tuple[str, int], dict[tuple[float, ...], list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for recording in recordings:
+        if not recording.features:
+            raise ValueError(
+                f"recording {recording.timeline.title!r} says nothing of its micro-batches: a "
+                "plain timeline cannot be fitted; use what `bench` wrote under recordings/"
+            )
+        pp = max(event.pp_rank for event in recording.timeline.events) + 1
+        between = recording.bubble_by_cause()["host"] * len(recording.timeline.rows)
+        between *= recording.timeline.step_time_s / len(recording.timeline.events)
+        for event in recording.timeline.events:
+            stage = event.op.chunk * pp + event.pp_rank
+            features = recording.features[event.dp_rank][event.op.micro_batch]
+            samples[event.op.kind, stage][features].append(event.duration_s + between)
+    return {
+        key: [(features, float(np.median(seconds))) for features, seconds in found.items()]
+        for key, found in samples.items()
+    }
+
+
+def fit_cost_model(
+    recordings: Sequence[Recording],
+) -> tuple[CostModel, dict[str, list[StageFit]]]:
+    """A cost model in seconds, and the fits by direction and virtual stage.
+
+    Raises:
+        ValueError: recordings without features, forward-only, or too uniform.
+    """
+    times = op_times(recordings)
+    num_stages = 1 + max(stage for _, stage in times)
+    fits: dict[str, list[StageFit]] = {"forward": [], "backward": []}
+    for name, kind in (("forward", "F"), ("backward", "B")):
+        for stage in range(num_stages):
+            found = times.get((kind, stage))
+            if not found:
+                raise ValueError(f"no {name} of virtual stage {stage} was recorded: record a step")
+            features, seconds = zip(*found, strict=True)
+            fits[name].append(fit_stage(np.array(features), np.array(seconds)))
+    forward, backward = (np.array([f.coefficients for f in fits[n]]) for n in fits)
+    return CostModel(forward=forward, backward=backward, unit="s"), fits
+
+
+def write_cost_file(
+    path: Path,
+    model: CostModel,
+    fits: dict[str, list[StageFit]],
+    link: Link,
+    about: dict[str, Any],
+) -> Path:
+    """Write the YAML that `--cost` takes; what it says beside the coefficients is for readers."""
+    quality = {
+        name: [{k: v for k, v in asdict(fit).items() if k != "coefficients"} for fit in of_stage]
+        for name, of_stage in fits.items()
+    }
+    values = {
+        **model.to_json(),
+        "communication": asdict(link),
+        "calibration": {"fit": quality, **about},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
+    return path
+
+
+def read_link(path: str | None) -> Link:
+    """The communication section of a cost file; nothing for any other cost model."""
+    if path is None or not path.endswith((".yaml", ".yml")):
+        return Link()
+    try:
+        values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        return Link(**values.get("communication", {}))
+    except (OSError, TypeError, AttributeError, YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(
+            f"cost file {path!r} cannot be read: {str(error).splitlines()[0]}"
+        ) from None
