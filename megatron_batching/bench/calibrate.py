@@ -57,12 +57,14 @@ def calibration_rows(cap: int, align: int, multiple: int) -> tuple[list[int], li
         for size in sizes:
             # The first takes half, so that pairs do not follow from tokens alone.
             parts = [size] if split == 1 else [size / 2] + [size / 2 / (split - 1)] * (split - 1)
-            own = [max(2, int(part) // align * align) for part in parts]
+            own = [max(2, align, int(part) // align * align) for part in parts]
+            while len(own) > 1 and sum(-(-n // align) * align for n in own) > cap:
+                own.pop()
             rows.append(list(range(len(lengths), len(lengths) + len(own))))
             lengths += own
     while len(rows) % multiple:
         rows.append([len(lengths)])
-        lengths.append(max(2, cap // 2 // align * align))
+        lengths.append(max(2, align, cap // 2 // align * align))
     return lengths, rows
 
 

@@ -1,0 +1,101 @@
+"""The benchmark on real processes: what it records is possible, and what it compares is equal.
+
+Purpose: recorded messages belong to the right ops and obey cause and effect over all ranks; only
+methods that exchange shapes wait for shapes; all methods give a GPT the same loss and gradient.
+Command: pytest tests/test_bench_multiproc.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_batching.bench.fit import read_link
+from megatron_batching.bench.recording import Recording
+from megatron_batching.bench.settings import METHODS
+from megatron_batching.plan import Layout, load_cost_model
+
+# Clocks of one host agree; readings of two processes lie this far apart at most.
+CLOCK_S = 1e-3
+
+
+@pytest.fixture(scope="module")
+def paced(pools: Any) -> dict[str, dict[str, Any]]:
+    everyone = pools[4].run("bench_cases:paced_cases")
+    assert all([m["row"] for m in rank] == [m["row"] for m in everyone[0]] for rank in everyone)
+    return {method["row"]["method"]: method for method in everyone[0]}
+
+
+def test_every_method_runs(paced: dict[str, dict[str, Any]]) -> None:
+    assert list(paced) == [method for method in METHODS if method != "verl"]
+    for method in paced.values():
+        row = method["row"]
+        assert row["step_s"] >= row["lower_bound_s"]
+        assert row["predicted_s"] >= row["lower_bound_s"] * (1 - 1e-9)
+        causes = row["bubble_by_cause"]
+        assert sum(causes.values()) == pytest.approx(row["bubble_fraction"], abs=1e-6)
+        assert min(causes.values()) >= -1e-9
+
+
+def test_only_exchanging_methods_wait_for_shapes(paced: dict[str, dict[str, Any]]) -> None:
+    for name, method in paced.items():
+        waited = method["row"]["bubble_by_cause"]["shape"] > 0
+        assert waited == (name in ("plain", "baseline", "no shapes")), name
+
+
+def test_messages_obey_cause_and_effect(paced: dict[str, dict[str, Any]]) -> None:
+    for method in paced.values():
+        recording = Recording.from_json(method["recording"])
+        ops = {(e.dp_rank, e.pp_rank, e.op): e for e in recording.timeline.events}
+        received = 0
+        for rank in recording.messages:
+            for message in rank.messages:
+                assert message.posted_s <= message.wait_s + CLOCK_S
+                assert message.wait_s <= message.end_s
+                if message.op is None:
+                    continue
+                own = ops[rank.dp_rank, rank.pp_rank, message.op]
+                if message.direction.startswith("recv"):
+                    received += 1
+                    assert message.end_s <= own.start_s + CLOCK_S
+                    assert _source(ops, rank, message.op).end_s <= message.end_s + CLOCK_S
+                else:
+                    assert own.end_s <= message.posted_s + CLOCK_S
+        # Each op but the first forward and the last-stage backward receives its input.
+        batches = sum(len(f) for f in recording.features)
+        assert received == 2 * batches * (2 * 2 - 1)
+
+
+def _source(ops: dict[Any, Any], rank: Any, op: Any) -> Any:
+    """The op whose output this op receives, at pp 2."""
+    stage = 2 * op.chunk + rank.pp_rank + (-1 if op.kind == "F" else 1)
+    return ops[rank.dp_rank, stage % 2, type(op)(op.kind, op.micro_batch, stage // 2)]
+
+
+def test_a_gpt_gives_the_same_result_by_every_method(pools: Any) -> None:
+    rows = pools[2].run("bench_cases:gpt_rows")[0]
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in rows] == pytest.approx([rows[0][key]] * len(rows), rel=1e-5)
+    assert all(row["peak_bytes"] > 0 for row in rows)
+    padded, packed = rows[0], rows[-1]
+    assert padded["peak_bytes"] != packed["peak_bytes"]
+
+
+def test_calibrate_writes_a_file_that_plans(pools: Any, tmp_path: Path) -> None:
+    path = tmp_path / "cost.yaml"
+    pools[2].run("bench_cases:calibrate", output=str(path))
+    model = load_cost_model(str(path), Layout(pp=2, vpp=2))
+    assert model.unit == "s"
+    assert (model.forward.sum(axis=1) > 0).all()
+    link = read_link(str(path))
+    assert link.bytes_per_token == 16 * 4
+    assert 0 < link.after_s < 1
+
+
+def test_verl_agrees_on_a_count(pools: Any) -> None:
+    pytest.importorskip("verl")
+    (few, agreed), (many, also_agreed) = pools[2].run("bench_cases:verl_counts", samples=40)
+    assert few < many
+    assert agreed == also_agreed == many
