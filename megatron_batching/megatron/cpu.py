@@ -13,11 +13,14 @@ between versions, the calls do not.
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroupGloo
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -67,6 +70,31 @@ class _Stream:
 
 
 _STREAM = _Stream()
+
+
+@functools.cache
+def _gloo_device() -> Any:
+    return ProcessGroupGloo.create_default_device()
+
+
+class _SharedGloo(ProcessGroupGloo):
+    """A gloo group whose sockets are served by the one thread that serves all groups'.
+
+    By itself each group starts a thread that wakes up a hundred times a second. Megatron makes
+    some 30 groups a layout, which on a few cores cost more than a small model's training.
+    """
+
+    def __init__(
+        self,
+        store: torch.distributed.Store,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta = datetime.timedelta(minutes=30),
+    ) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices = [_gloo_device()]
+        options._timeout = timeout
+        super().__init__(store, rank, size, options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +156,12 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         name="_set_cuda_rng_state",
         replacement=lambda state, *args, **kwargs: torch.set_rng_state(state),
         why="writes torch.cuda.default_generators, which is empty without a GPU",
+    ),
+    Substitution(
+        module="torch.distributed.distributed_c10d",
+        name="ProcessGroupGloo",
+        replacement=_SharedGloo,
+        why="each of Megatron's groups would keep a polling thread of its own",
     ),
     *(
         Substitution(
