@@ -4,6 +4,7 @@
 #   make test                   all tests that run without a GPU
 #   make test PYTHON=python3.12 the same with another interpreter
 #   make lint                   ruff and mypy
+#   make bench                  batching methods compared on the real schedule: 8 minutes
 #   make bench-plan             plan quality against the usual method, and planning time
 #   make bench-execution        planned shapes against exchanged ones, and the engine's overhead
 #   make gpu-check              what only GPUs can show, on those that there are
@@ -25,7 +26,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-full test-verl lint bench-plan bench-execution gpu-check clean
+.PHONY: demo test test-full test-verl lint bench bench-plan bench-execution gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -41,6 +42,9 @@ test-full: $(VENV)/installed
 # The tests that need verl, in an environment that has it.
 test-verl: $(VENV)/verl
 	$(BIN)/pytest tests/test_verl_engine_multiproc.py tests/test_verl_recipe.py
+
+bench: $(VENV)/verl
+	$(BIN)/torchrun --standalone --nproc-per-node 8 -m megatron_batching bench
 
 bench-plan: $(VENV)/installed
 	$(BIN)/python -m megatron_batching.bench.plan_quality --quick --peer baseline

@@ -66,6 +66,11 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
+def _columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    """Those that say something of at least one row."""
+    return [(name, form) for name, form in COLUMNS if any(form(row) != "-" for row in rows)]
+
+
 def _heading(config: BenchConfig, case: Case) -> str:
     row = case.methods[0].row
     bound = row.get("lower_bound_s")
@@ -86,10 +91,11 @@ def _label(config: BenchConfig) -> str:
 def case_table(config: BenchConfig, case: Case) -> Table:
     """All methods on one case."""
     table = Table(title=_heading(config, case), title_justify="left")
-    for name, _ in COLUMNS:
+    columns = _columns([method.row for method in case.methods])
+    for name, _ in columns:
         table.add_column(name, justify="left" if name in ("method", "waits for") else "right")
     for method in case.methods:
-        table.add_row(*(form(method.row) for _, form in COLUMNS))
+        table.add_row(*(form(method.row) for _, form in columns))
     return table
 
 
@@ -141,23 +147,42 @@ def _row(case: Case, method: str) -> dict[str, Any] | None:
     return next((m.row for m in case.methods if m.row["method"] == method), None)
 
 
+_SUMMARY = {
+    "speed_up_over_{}": "planned over {}",
+    "least_speed_up_over_{}": "planned over {}, the least",
+    "speed_up_over_{}_dp2_vpp2": "planned over {}, dp and vpp of 2 and more",
+}
+_BOUNDS = {
+    "over_bound_set_by_work": "planned, step over lower bound, where the work sets the bound",
+    "worst_over_bound_set_by_work": "the same, the worst",
+    "over_bound_set_by_longest_sample": "the same, where the longest sample sets the bound",
+    "worst_over_bound_set_by_longest_sample": "the same, the worst",
+}
+_ERRORS = {
+    "mean_abs_prediction_error": "predicted steps are off by, mean",
+    "worst_abs_prediction_error": "predicted steps are off by, worst",
+}
+
+
 def _summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    lines = []
-    for key, value in summary.items():
-        if key == "worth":
-            lines += [(f"with {name} as verl has it, the step is", f"{ratio:.3f} times as long")
-                      for name, ratio in value.items()]  # fmt: skip
-        else:
-            form = f"{value:.1%}" if "error" in key else f"{value:.3f}"
-            lines.append((key.replace("_", " "), form))
+    lines = [
+        (text.format(other), f"{summary[key.format(other)]:.2f}x")
+        for other in ("verl", "plain", "baseline")
+        for key, text in _SUMMARY.items()
+        if key.format(other) in summary
+    ]
+    lines += [(text, f"{summary[key]:.3f}") for key, text in _BOUNDS.items() if key in summary]
+    lines += [(text, f"{summary[key]:.1%}") for key, text in _ERRORS.items() if key in summary]
+    for name, ratio in summary["worth"].items():
+        lines.append((f"planned, but {name} as verl has it: step", f"{ratio:.2f}x as long"))
     return lines
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
     """The figures of all cases together."""
-    table = Table(title="all cases (geometric means unless it says otherwise)", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+    table = Table(title="all cases, geometric means", show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
     for name, text in _summary_lines(summary):
         table.add_row(name, text)
     return table
@@ -219,13 +244,13 @@ def draw_chart(cases: Sequence[Case], path: Path, caption: str) -> Path:
     longest = max(sum(case.layout == layout for case in cases) for layout in layouts)
     figure = Figure(figsize=(3.0 + 2.6 * longest, 2.7 * len(layouts) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(layouts), 1, squeeze=False)[:, 0]
+    axes = figure.subplots(len(layouts), 1, squeeze=False, sharey=True)[:, 0]
+    tallest = 0.0
     has_bound = all("lower_bound_s" in case.methods[0].row for case in cases)
     for axis, layout in zip(axes, layouts, strict=True):
         shown = [case for case in cases if case.layout == layout]
         names = [m.row["method"] for m in shown[0].methods if m.row["method"] in COLOURS]
         width = 0.8 / len(names)
-        tallest = 0.0
         for place, case in enumerate(shown):
             steps = {m.row["method"]: m.row for m in case.methods}
             unit = case.methods[0].row.get("lower_bound_s") if has_bound else None
@@ -238,13 +263,13 @@ def draw_chart(cases: Sequence[Case], path: Path, caption: str) -> Path:
                 axis.bar(x, value, width * 0.94, color=COLOURS[name], label=None if place else name)
                 axis.text(x, value, f"{value:.2f}", ha="center", va="bottom", fontsize=8)
                 tallest = max(tallest, value)
-        axis.set_ylim(0, 1.12 * tallest)
         axis.axhline(1.0, color="black", lw=0.9)
         axis.set_xticks(range(len(shown)), [case.trace.name for case in shown])
         axis.set_title(layout_name(layout), loc="left", fontsize=11, fontweight="bold")
         axis.set_ylabel("step / bound" if has_bound else "step / fastest")
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
+    axes[0].set_ylim(0, 1.12 * tallest)
     axes[0].legend(loc="upper right", ncols=3, frameon=False)
     below = "line: no plan can be faster. " if has_bound else ""
     figure.supxlabel(below + caption, fontsize=7.5, wrap=True)
@@ -261,7 +286,8 @@ def _page(config: BenchConfig, cases: Sequence[Case], result: dict[str, Any]) ->
     parts = [
         _HEAD,
         f"<h1>Micro-batching methods compared</h1><p>{html.escape(_caption(result))}.</p>",
-        f"<p>{_EXPLANATION[config.compute]}</p><h2>All cases</h2><table>{summary}</table>",
+        f"<p>{_EXPLANATION[config.compute]} {_LEGEND}</p>"
+        f"<h2>All cases, geometric means</h2><table>{summary}</table>",
     ]
     pages = {}
     for number, case in enumerate(cases):
@@ -275,8 +301,9 @@ def _page(config: BenchConfig, cases: Sequence[Case], result: dict[str, Any]) ->
 
 def _section(config: BenchConfig, case: Case, number: int) -> str:
     slowest = max(method.row["step_s"] for method in case.methods)
-    head = "".join(f"<th>{name}</th>" for name, _ in COLUMNS)
-    rows = "".join(_html_row(method, slowest) for method in case.methods)
+    columns = _columns([method.row for method in case.methods])
+    head = "".join(f"<th>{name}</th>" for name, _ in columns)
+    rows = "".join(_html_row(method, columns, slowest) for method in case.methods)
     return (
         f"<h2>{html.escape(_heading(config, case))}</h2>"
         f"<table class=wide><tr>{head}<th></th></tr>{rows}</table>"
@@ -285,14 +312,14 @@ def _section(config: BenchConfig, case: Case, number: int) -> str:
     )
 
 
-def _html_row(method: Measured, slowest: float) -> str:
+def _html_row(method: Measured, columns: Sequence[Column], slowest: float) -> str:
     row = method.row
     cells = "".join(
         f"<td{'' if name in ('method', 'waits for') else ' class=n'}>{html.escape(form(row))}</td>"
-        for name, form in COLUMNS
+        for name, form in columns
     )
     colour = COLOURS.get(row["method"], OTHER_COLOUR)
-    width = 160 * row["step_s"] / slowest
+    width = 120 * row["step_s"] / slowest
     return f"<tr>{cells}<td><i style='width:{width:.0f}px;background:{colour}'></i></td></tr>"
 
 
@@ -314,6 +341,13 @@ _EXPLANATION = {
     "model": "Forward and backward of a real GPT through Megatron-Core's schedule and DDP; the "
     "optimizer does not step.",
 }
+_LEGEND = (
+    "M: micro-batches of a replica. Spread: slowest less fastest step, over the median. Of bound: "
+    "the step over the least time that any plan of the mini-batch can take. Bubble: share of rank "
+    "time spent on no op, and the three things that ranks waited for most: an activation, a "
+    "gradient, an exchange of shapes, a peer to take what was sent, the host (none of these), or "
+    "the end (no ops left)."
+)
 _HEAD = """<!DOCTYPE html>
 <html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">

@@ -51,7 +51,7 @@ class Trace:
     @property
     def name(self) -> str:
         """Short, for tables."""
-        return self.lengths if self.lengths.startswith("@") else Path(self.lengths).stem
+        return self.lengths if self.lengths.startswith("@") else Path(self.lengths).name
 
 
 @dataclass(frozen=True, kw_only=True)

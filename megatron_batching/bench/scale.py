@@ -1,0 +1,230 @@
+"""The methods at sizes that nobody measures on a few cores: simulated, up to 8,192 GPUs.
+
+Run: python -m megatron_batching.bench.scale [--samples N] [--quick] [--output FOLDER]
+
+One mini-batch of each built-in trace, scaled up with the number of replicas, is cut by verl's own
+`rearrange_micro_batches` (by the baseline built in here where verl is not installed) and by the
+planner. Steps are simulated as the ranks would communicate: verl's with Megatron's exchange of
+shapes, ours with planned shapes and receives posted ahead; the slowest replica counts, messages
+take no time, stages are equal, and verl's cost `24576 s + s^2` is true. What each feature is worth
+is the step of the planner's plan without it. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_batching.bench.methods import has_verl, plan_from_rows, verl_rows, without
+from megatron_batching.bench.report import COLOURS
+from megatron_batching.bench.settings import FEATURES
+from megatron_batching.bench.simulate import micro_batch_features
+from megatron_batching.bench.suite import machine
+from megatron_batching.plan import (
+    BatchingOptions,
+    CostModel,
+    Layout,
+    MicroBatchPlan,
+    plan_mini_batch,
+    sample_lengths,
+    verl_cost_model,
+)
+from megatron_batching.schedules import Communication, PipelineSchedule, simulate_many
+
+CAPS = {"azure_code": 16_384, "azure_conv": 16_384, "deepseek_r1": 49_152}
+LAYOUTS = (
+    *({"pp": 16, "vpp": 4, "dp": dp} for dp in (1, 8, 32, 128)),
+    *({"pp": pp, "vpp": 4, "dp": 128} for pp in (8, 4)),
+)
+LARGEST = {"pp": 16, "vpp": 4, "dp": 128}
+TP = 4  # of every layout: it divides all times alike and makes 16 x 128 ranks 8,192 GPUs
+EXCHANGED = Communication(planned_shapes=False)
+PLANNED = Communication(overlap_warmup_flush=True)
+
+
+def step_time(plan: MicroBatchPlan, model: CostModel, communication: Communication) -> float:
+    """Simulated step of the slowest replica."""
+    by_count: dict[int, list[np.ndarray]] = {}
+    for replica in plan.replicas:
+        features = micro_batch_features(plan, replica)
+        by_count.setdefault(len(features), []).append(features)
+    layout = plan.layout
+    return max(
+        float(
+            simulate_many(
+                PipelineSchedule(
+                    pp=layout.pp, vpp=layout.vpp, num_micro_batches=count, group=plan.group
+                ),
+                *model.times(np.stack(features)),
+                communication,
+            ).max()
+        )
+        for count, features in by_count.items()
+    )
+
+
+def usual_plan(
+    lengths: Sequence[int], layout: Layout, options: BatchingOptions, model: CostModel
+) -> MicroBatchPlan:
+    """verl's micro-batches, without its processes: the count rises until all replicas agree."""
+    if not has_verl():
+        return plan_mini_batch(lengths, layout, replace(options, method="baseline"), model)
+    cap, blocks = options.token_cap(layout), np.array_split(np.arange(len(lengths)), layout.dp)
+    assert cap is not None
+    shares = [[lengths[row] for row in block] for block in blocks]
+    group = layout.pp if layout.vpp > 1 else None
+    count = 1
+    while True:
+        cut = [verl_rows(share, cap, group=group, at_least=count) for share in shares]
+        if len({len(rows) for rows in cut}) == 1:
+            break
+        count = max(len(rows) for rows in cut)
+    rows = [
+        [[int(block[i]) for i in held] for held in of_replica]
+        for block, of_replica in zip(blocks, cut, strict=True)
+    ]
+    return plan_from_rows(lengths, layout, options, rows)
+
+
+def measure(sizes: dict[str, int], trace: str, samples: int, features: Sequence[str]) -> Any:
+    """One layout and trace.
+
+    Returns:
+        Figures of the case; `without` has the step without each of `features`, relative.
+    """
+    layout = Layout(**sizes)
+    lengths = sample_lengths(trace, samples * layout.dp, seed=layout.dp)
+    options = BatchingOptions(max_tokens_per_micro_batch=CAPS[trace])
+    model = verl_cost_model(layout)
+    began = time.perf_counter()
+    usual = usual_plan(lengths, layout, options, model)
+    usual_s = time.perf_counter() - began
+    planned = plan_mini_batch(lengths, layout, options, model)
+    again = plan_mini_batch(lengths, layout, options, model)
+    ours = step_time(planned, model, PLANNED)
+    worth = {}
+    for feature in features:
+        if feature == "shapes":
+            other, communication = planned, EXCHANGED
+        else:
+            other, communication = without(feature, planned, model), PLANNED
+        worth[feature] = step_time(other, model, communication) / ours
+    return {
+        "trace": f"@{trace}",
+        **sizes,
+        "gpus": TP * layout.world_size,
+        "samples": len(lengths),
+        "num_micro_batches_usual": usual.replicas[0].num_micro_batches,
+        "num_micro_batches": max(r.num_micro_batches for r in planned.replicas),
+        "group": planned.group,
+        "speed_up": step_time(usual, model, EXCHANGED) / ours,
+        "speed_up_same_shapes": step_time(usual, model, PLANNED) / ours,
+        "over_lower_bound": 1 / planned.predicted.efficiency,
+        "planning_s_first": planned.planning_seconds,
+        "planning_s": again.planning_seconds,
+        "usual_planning_s_all_replicas": usual_s,
+        "worth": worth,
+    }
+
+
+def print_tables(rows: Sequence[dict[str, Any]]) -> None:
+    """Markdown: one row a case, then what features are worth."""
+    columns = {
+        "layout": lambda r: f"pp {r['pp']} x vpp {r['vpp']} x dp {r['dp']}",
+        "GPUs (tp 4)": lambda r: f"{r['gpus']:,}",
+        "trace": lambda r: r["trace"],
+        "samples": lambda r: f"{r['samples']:,}",
+        "M, verl": lambda r: str(r["num_micro_batches_usual"]),
+        "M, planned": lambda r: str(r["num_micro_batches"]),
+        "group": lambda r: str(r["group"]),
+        "speed-up": lambda r: f"{r['speed_up']:.2f}x",
+        "with verl's shapes planned too": lambda r: f"{r['speed_up_same_shapes']:.2f}x",
+        "of bound": lambda r: f"{r['over_lower_bound']:.2f}",
+        "planning s": lambda r: f"{r['planning_s']:.2f}",
+    }
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    for row in rows:
+        print("| " + " | ".join(form(row) for form in columns.values()) + " |")
+    told = [row for row in rows if row["worth"]]
+    print("\n| layout | trace | " + " | ".join(FEATURES) + " |\n" + "|---" * 7 + "|")
+    for row in told:
+        cells = [f"{row['worth'][feature]:.2f}" for feature in FEATURES]
+        print(f"| {columns['layout'](row)} | {row['trace']} | " + " | ".join(cells) + " |")
+
+
+def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> Path:
+    """Speed-up and planning time against the number of replicas, pp 16 x vpp 4."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    shades = (COLOURS["planned"], COLOURS["verl"], "#009e73")
+    for trace, colour in zip(CAPS, shades, strict=True):
+        own = [r for r in rows if r["trace"] == f"@{trace}" and r["pp"] == LARGEST["pp"]]
+        dps = [row["dp"] for row in own]
+        left.plot(dps, [row["speed_up"] for row in own], "o-", color=colour, label=f"@{trace}")
+        right.plot(dps, [row["planning_s"] for row in own], "o-", color=colour)
+    for axis, title in (
+        (left, "simulated step, verl's over planned"),
+        (right, "planning time, seconds on one core"),
+    ):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(dps, [str(dp) for dp in dps])
+        axis.set_xlabel("replicas (dp) of pp 16 x vpp 4")
+        axis.set_title(title, loc="left", fontsize=11)
+        axis.set_ylim(bottom=0)
+        axis.grid(visible=True, alpha=0.3)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    left.axhline(1.0, color="black", lw=0.9)
+    left.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def main() -> None:
+    """Simulate all sizes and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=64, help="samples of a replica")
+    parser.add_argument("--quick", action="store_true", help="up to 8 replicas")
+    parser.add_argument("--output", type=Path, default=Path("out/scale"), help="folder")
+    options = parser.parse_args()
+    rows = []
+    for sizes in LAYOUTS:
+        if options.quick and sizes["dp"] > 8:
+            continue
+        for trace in CAPS:
+            features = FEATURES if sizes == LARGEST or options.quick else ()
+            rows.append(measure(sizes, trace, options.samples, features))
+            print(f"{sizes}, {trace}: {rows[-1]['speed_up']:.3f}x", flush=True)
+    print_tables(rows)
+    print(f"wrote {draw_growth(rows, options.output / 'scaling.png')}")
+    mean = math.exp(statistics.fmean(math.log(row["speed_up"]) for row in rows))
+    peer = "verl" if has_verl() else "baseline"
+    print(
+        json.dumps(
+            {
+                "benchmark": "scale",
+                "peer": peer,
+                "speed_up": mean,
+                "machine": machine(),
+                "rows": rows,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
