@@ -327,16 +327,14 @@ def calibrate(
         int, typer.Option(help="Planned mini-batches to predict and measure after the fit.")
     ] = 4,
 ) -> None:
-    """Measure what a model's stages cost here; run under torchrun."""
-    from megatron_batching.bench.calibrate import run_calibration
+    """Measure what a model's stages cost here; run under torchrun, unless --recording is given."""
+    from megatron_batching.bench.calibrate import fit_recordings, run_calibration
     from megatron_batching.bench.settings import load_bench_config
 
-    run_calibration(
-        load_bench_config(config, overrides or []),
-        output=output,
-        recordings=recording or [],
-        held_out=held_out,
-    )
+    if recording:
+        fit_recordings(recording, output)
+        return
+    run_calibration(load_bench_config(config, overrides or []), output=output, held_out=held_out)
 
 
 def _plan(

@@ -336,8 +336,7 @@ def test_calibrate_from_a_recording(
         timeline=recording.timeline, messages=_idle(recording), features=recording.features
     )
     source.write_text(json.dumps(told.to_json()))
-    config = Path(__file__).parents[1] / "configs" / "bench_gpt.yaml"
-    arguments = [f"--config={config}", f"--recording={source}", f"--output={cost}"]
+    arguments = [f"--recording={source}", f"--output={cost}"]
     monkeypatch.setattr(sys, "argv", ["megatron-batching", "calibrate", *arguments])
     main()
     fitted = load_cost_model(str(cost), LAYOUT)
@@ -384,6 +383,11 @@ def test_report_shows_every_method(tmp_path: Path, plan: MicroBatchPlan) -> None
     result = {"compute": "paced", "machine": machine(), **summary}
     written = write_report(config, [case], result, tmp_path)
     assert all(path.exists() for path in written)
+    (row,) = [
+        line for line in (tmp_path / "bench.md").read_text().splitlines() if "@azure_code" in line
+    ]
+    assert "| 3.000 | 2.000 |" in row
+    assert "| 1.50x | 1.25 |" in row
     page = (tmp_path / "report.html").read_text()
     assert "no &lt;order&gt;" in page
     assert "<order>" not in page

@@ -68,36 +68,29 @@ def calibration_rows(cap: int, align: int, multiple: int) -> tuple[list[int], li
     return lengths, rows
 
 
-def run_calibration(
-    config: BenchConfig,
-    *,
-    output: Path,
-    recordings: Sequence[str] = (),
-    held_out: int = 4,
-) -> None:
-    """Fit a cost model and write it; rank 0 prints.
+def fit_recordings(sources: Sequence[str], output: Path) -> None:
+    """Fit a cost model to recording files and write it; needs no torchrun.
+
+    Raises:
+        ValueError: a file is no recording.
+    """
+    recordings = [Recording.from_json(read_json(source)) for source in sources]
+    model, fits = fit_cost_model(recordings)
+    _finish(_console(), output, model, fits, Link(), {"recordings": list(sources)})
+
+
+def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> None:
+    """Measure, fit a cost model and write it; rank 0 prints.
 
     Args:
         config: model and layout (the first), lengths (the first trace) and repeats.
         output: the YAML file.
-        recordings: fit these files instead of measuring; needs no torchrun.
         held_out: planned mini-batches to be predicted and measured.
 
     Raises:
-        ValueError: a file is no recording, or the layout does not fit.
+        ValueError: the layout does not fit the processes or the model.
     """
-    console = Console(quiet=int(os.environ.get("RANK", "0")) != 0, highlight=False)
-    if not console.is_terminal:
-        console.width = _LOG_WIDTH
-    if recordings:
-        read = [Recording.from_json(read_json(source)) for source in recordings]
-        model, fits = fit_cost_model(read)
-        _finish(console, output, model, fits, Link(), {"recordings": list(recordings)})
-        return
-    _measure_and_fit(config, console, output, held_out)
-
-
-def _measure_and_fit(config: BenchConfig, console: Console, output: Path, held_out: int) -> None:
+    console = _console()
     world_size = world_size_from_environment()
     layout, trace = config.layouts[0], config.traces[0]
     config = replace(config, compute="model", layouts=[layout])
@@ -159,6 +152,13 @@ def _measure_and_fit(config: BenchConfig, console: Console, output: Path, held_o
     }
     _finish(console, output, model, fits, link, about)
     shut_down()
+
+
+def _console() -> Console:
+    console = Console(quiet=int(os.environ.get("RANK", "0")) != 0, highlight=False)
+    if not console.is_terminal:
+        console.width = _LOG_WIDTH
+    return console
 
 
 def predicted_step(method: Any, model: CostModel, link: Link) -> float:

@@ -188,6 +188,34 @@ def summary_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+def markdown(cases: Sequence[Case], summary: dict[str, Any]) -> str:
+    """One row a case: seconds of the whole methods, then each feature's absence, relative."""
+    names = list(dict.fromkeys(m.row["method"] for case in cases for m in case.methods))
+    whole = [name for name in names if not name.startswith("no ")]
+    parts = [name for name in names if name.startswith("no ")]
+    others = [other for other in ("verl", "plain", "baseline") if other in whole]
+    head = ["layout", "trace", "bound s", *(f"{name} s" for name in whole), "predicted s"]
+    head += [*(f"vs {other}" for other in others), *parts]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for case in cases:
+        rows = {m.row["method"]: m.row for m in case.methods}
+        planned = rows.get("planned", {})
+        cells = [layout_name(case.layout), case.trace.name]
+        bound = _number(planned.get("lower_bound_s"), ".3f")
+        is_on_path = planned.get("longest_sample_sets_bound")
+        cells.append(f"{bound}{' (longest)' if is_on_path else ''}")
+        cells += [_number(rows.get(name, {}).get("step_s"), ".3f") for name in whole]
+        cells.append(_number(planned.get("predicted_s"), ".3f"))
+        cells += [_speed_up(planned, other) for other in others]
+        for part in parts:
+            ratio = rows.get(part, {}).get("speed_up_over_planned")
+            cells.append("-" if ratio is None else f"{1 / ratio:.2f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| all cases, geometric means | |", "|---|---|"]
+    lines += [f"| {name} | {text} |" for name, text in _summary_lines(summary)]
+    return "\n".join(lines) + "\n"
+
+
 def write_report(
     config: BenchConfig, cases: Sequence[Case], result: dict[str, Any], folder: Path
 ) -> list[Path]:
@@ -201,6 +229,9 @@ def write_report(
                 path = folder / "recordings" / f"{name}-predicted.json"
                 write_json(method.predicted.to_json(), path)
     written.append(folder / "recordings")
+    table = folder / "bench.md"
+    table.write_text(markdown(cases, summarize(cases)), encoding="utf-8")
+    written.append(table)
     page = folder / "report.html"
     page.write_text(_page(config, cases, result), encoding="utf-8")
     written.append(page)
