@@ -37,6 +37,28 @@ AGGREGATIONS = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
+# One loss and limit for each layout, all pairs among them; the slow tests run all combinations.
+TRAINING = {
+    "pp1-dp2": ("ppo", CAP),
+    "pp2": ("value", CAP),
+    "pp2-vpp2": ("sft", SIZE),
+    "pp2-dp2": ("ppo", SIZE),
+    "pp2-vpp2-dp2": ("value", SIZE),
+    "pp1": ("sft", CAP),
+}
+INFERENCE = {
+    "pp1-dp2": "value",
+    "pp2": "none",
+    "pp2-vpp2": "sft",
+    "pp2-dp2": "value",
+    "pp2-vpp2-dp2": "none",
+    "pp1": "none",
+}
+
+
+def by_layout(*names: str) -> Any:
+    """Run all tests of one layout together: engines and workers are built for one at a time."""
+    return pytest.mark.parametrize("layout", names or LAYOUTS, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -46,77 +68,91 @@ def pools() -> Iterator[VerlPools]:
     pools.stop()
 
 
-def run(pools: VerlPools, layout: dict[str, int], **case: Any) -> list[dict[str, Any]]:
-    layout = dict(layout)
+def run(pools: VerlPools, name: str, **case: Any) -> list[dict[str, Any]]:
+    """Results of every rank; what is compared must agree to the tolerance."""
+    layout = dict(LAYOUTS[name])
     dp = layout.pop("dp", 1)
     case.setdefault("lengths", SHARDS[:dp])
-    return pools[layout.get("pp", 1) * dp].run(
+    results = pools[layout.get("pp", 1) * dp].run(
         case.pop("function", "verl_cases:compare"), layout=layout, timeout_s=240.0, **case
     )
+    error, of = worst(results)
+    assert error < TOLERANCE, of
+    return results
 
 
+@by_layout()
+def test_training_equals_verl(pools: Any, layout: str) -> None:
+    loss, limits = TRAINING[layout]
+    run(pools, layout, loss=loss, limits=limits)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [CAP, SIZE], ids=["dynamic", "fixed"])
 @pytest.mark.parametrize("loss", ["sft", "ppo", "value"])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_training_equals_verl(pools: Any, layout: Any, loss: str, limits: Any) -> None:
-    results = run(pools, layout, loss=loss, limits=limits)
-    error, name = worst(results)
-    assert error < TOLERANCE, name
+@by_layout()
+def test_training_equals_verl_with_every_loss(
+    pools: Any, layout: str, loss: str, limits: Any
+) -> None:
+    run(pools, layout, loss=loss, limits=limits)
 
 
+@by_layout()
+def test_inference_equals_verl(pools: Any, layout: str) -> None:
+    run(pools, layout, loss=INFERENCE[layout], limits=CAP, forward_only=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["none", "sft", "value"])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_inference_equals_verl(pools: Any, layout: Any, loss: str) -> None:
-    results = run(pools, layout, loss=loss, limits=CAP, forward_only=True)
-    error, name = worst(results)
-    assert error < TOLERANCE, name
+@by_layout()
+def test_inference_equals_verl_with_every_loss(pools: Any, layout: str, loss: str) -> None:
+    run(pools, layout, loss=loss, limits=CAP, forward_only=True)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_every_aggregation_equals_verl(pools: Any, aggregation: str) -> None:
-    layout = LAYOUTS["pp2-vpp2-dp2"]
-    results = run(pools, layout, loss="ppo", limits=CAP, aggregation=aggregation)
-    error, name = worst(results)
-    assert error < TOLERANCE, name
+@by_layout("pp2-vpp2-dp2")
+def test_every_aggregation_equals_verl(pools: Any, layout: str, aggregation: str) -> None:
+    run(pools, layout, loss="ppo", limits=CAP, aggregation=aggregation)
 
 
 @pytest.mark.parametrize("loss", ["ppo", "value"])
-def test_samples_move_between_replicas_and_outputs_come_home(pools: Any, loss: str) -> None:
-    shards = [[90, 80, 70, 60], [5, 6, 7, 8]]
-    layout = LAYOUTS["pp2-dp2"]
-    moved = run(pools, layout, loss=loss, limits=CAP, lengths=shards)
-    stayed = run(pools, layout, loss=loss, limits=CAP, lengths=shards, settings="balance: none")
-    assert moved[0]["num_moved"] > 0 and stayed[0]["num_moved"] == 0
-    for results in (moved, stayed):
-        error, name = worst(results)
-        assert error < TOLERANCE, name
+@by_layout("pp2-dp2")
+def test_samples_move_between_replicas_and_outputs_come_home(
+    pools: Any, layout: str, loss: str
+) -> None:
+    case = dict(loss=loss, limits=CAP, lengths=[[90, 80, 70, 60], [5, 6, 7, 8]])
+    assert run(pools, layout, **case)[0]["num_moved"] > 0
+    assert run(pools, layout, **case, settings="balance: none")[0]["num_moved"] == 0
+
+
+@pytest.mark.parametrize("loss", ["sft", "ppo"])
+@by_layout("pp1-dp2", "pp2")
+def test_the_per_token_regime_equals_verl(pools: Any, layout: str, loss: str) -> None:
+    run(pools, layout, loss=loss, limits=CAP, per_token=True)
 
 
 GROUP_OF_4 = {"override_transformer_config": {"microbatch_group_size_per_vp_stage": 4}}
-
-
-@pytest.mark.parametrize(
-    ("layout", "limits", "lengths", "overrides"),
-    [
-        ("pp2-vpp2", CAP, [[128] * 6], GROUP_OF_4),
-        ("pp2-vpp2", CAP, [[128] * 3], {}),
-        ("pp1-dp2", CAP, [[100] * 4, [2, 2]], {}),
-        ("pp2-vpp2-dp2", CAP, [[100] * 4, [2, 2]], {}),
-        ("pp2", SIZE, [[9, 5, 7]], {}),
+# Limits, lengths by replica, overrides of the engine's config.
+REFUSED_BY_VERL = {
+    "pp1-dp2": [(CAP, [[100] * 4, [2, 2]], {})],  # fewer samples than the synced count
+    "pp2": [(SIZE, [[9, 5, 7]], {})],  # the size leaves a rest
+    "pp2-vpp2": [
+        (CAP, [[128] * 6], GROUP_OF_4),
+        (CAP, [[128] * 3], {}),  # an odd count
     ],
-    ids=["group of 4", "odd count", "few samples", "few samples vpp", "size leaves a rest"],
-)
-def test_trains_what_verl_refuses(
-    pools: Any, layout: str, limits: Any, lengths: Any, overrides: Any
-) -> None:
-    results = run(
-        pools,
-        LAYOUTS[layout],
-        function="verl_cases:beyond_verl",
-        limits=limits,
-        lengths=lengths,
-        overrides=overrides,
-    )
-    assert all(r["refused"] for r in results)
-    error, name = worst(results)
-    assert error < TOLERANCE, name
+    "pp2-vpp2-dp2": [(CAP, [[100] * 4, [2, 2]], {})],
+}
+
+
+@by_layout(*REFUSED_BY_VERL)
+def test_trains_what_verl_refuses(pools: Any, layout: str) -> None:
+    for limits, lengths, overrides in REFUSED_BY_VERL[layout]:
+        results = run(
+            pools,
+            layout,
+            function="verl_cases:beyond_verl",
+            limits=limits,
+            lengths=lengths,
+            overrides=overrides,
+        )
+        assert all(r["refused"] for r in results)

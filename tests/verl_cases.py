@@ -7,10 +7,12 @@ results come back as plain numbers and CPU tensors. The workers are started with
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import tempfile
 import types
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -182,23 +184,57 @@ def actor_config(aggregation: str = "token-mean") -> Any:
 
 
 _LAYOUT: dict[str, int] | None = None
-_ENGINES: dict[str, tuple[Any, Any]] = {}
+_ENGINES: dict[tuple[str, bool], tuple[Any, Any]] = {}
 
 
-def _engines(layout: dict[str, int], model_type: str) -> tuple[Any, Any]:
+def _engines(layout: dict[str, int], model_type: str, per_token: bool) -> tuple[Any, Any]:
     """verl's own engine and the planned one, with the same weights, in this layout."""
     global _LAYOUT
     if layout != _LAYOUT:
         _ENGINES.clear()
         prepare()
         _LAYOUT = layout
-    if model_type not in _ENGINES:
-        theirs = engine("nvidia", layout, model_type=model_type)
-        ours = engine("megatron_batching", layout, model_type=model_type)
+    key = model_type, per_token
+    if key not in _ENGINES:
+        config = {"override_transformer_config": {"calculate_per_token_loss": per_token}}
+        theirs, ours = (
+            engine(vendor, layout, model_type=model_type, **config)
+            for vendor in ("nvidia", "megatron_batching")
+        )
         for mine, other in zip(ours.module, theirs.module, strict=True):
+            assert mine.config.calculate_per_token_loss == per_token
             mine.load_state_dict(other.state_dict())
-        _ENGINES[model_type] = theirs, ours
-    return _ENGINES[model_type]
+        _ENGINES[key] = theirs, ours
+    return _ENGINES[key]
+
+
+@contextlib.contextmanager
+def _per_token_when_padded(*engines: Any) -> Iterator[None]:
+    """Let verl run its per-token regime here.
+
+    It refuses padded rows, as router losses would be wrong there; packed ones need Transformer
+    Engine. There are no router losses, so that one check is misled. And it adds up token counts in
+    place, which on a GPU are copies and here would be the batch's own offsets.
+    """
+
+    def misled(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        object.__setattr__(engine.engine_config, "use_remove_padding", True)
+        try:
+            return type(engine).postprocess_micro_batch_func(engine, *args, **kwargs)
+        finally:
+            object.__setattr__(engine.engine_config, "use_remove_padding", False)
+
+    def copied(engine: Any, data: Any) -> torch.Tensor:
+        return type(engine)._routed_num_tokens(engine, data).clone()
+
+    for each in engines:
+        each.postprocess_micro_batch_func = partial(misled, each)
+        each._routed_num_tokens = partial(copied, each)
+    try:
+        yield
+    finally:
+        for each in engines:
+            del each.postprocess_micro_batch_func, each._routed_num_tokens
 
 
 def _run(engine: Any, data: Any, loss: Any, *, forward_only: bool) -> dict[str, Any]:
@@ -237,20 +273,21 @@ def compare(
     aggregation: str = "token-mean",
     forward_only: bool = False,
     settings: str | None = None,
+    per_token: bool = False,
 ) -> dict[str, Any]:
     """Errors of the planned engine against verl's own, on this rank; relative to the largest."""
     from megatron_batching.integrations.verl_settings import VerlSettings
 
     model_type = "value_model" if loss == "value" else "language_model"
-    theirs, ours = _engines(layout, model_type)
+    theirs, ours = _engines(layout, model_type, per_token)
     ours.settings = VerlSettings(**yaml.safe_load(settings or "{}"))
     dp_rank = ours.get_data_parallel_rank()
     function = None if loss == "none" else loss_function(loss, aggregation)
-    results = [
-        _run(e, batch(lengths, limits, dp_rank=dp_rank), function, forward_only=forward_only)
-        for e in (theirs, ours)
-    ]
-    true, found = results
+    with _per_token_when_padded(theirs, ours) if per_token else contextlib.nullcontext():
+        true, found = (
+            _run(e, batch(lengths, limits, dp_rank=dp_rank), function, forward_only=forward_only)
+            for e in (theirs, ours)
+        )
     errors = {
         f"gradient of {name}": _error(found["gradients"][name], gradient)
         for name, gradient in true["gradients"].items()
