@@ -85,13 +85,13 @@ def planned_steps(
     return results
 
 
-def plain_autograd(*, modes: tuple[str, ...]) -> list[dict[str, Any]]:
+def plain_autograd(*, kind: str, modes: tuple[str, ...]) -> list[dict[str, Any]]:
     """The same errors of the reference itself in fp32: what rounding does without any cut."""
     results = []
     for mode in modes:
         case = (4, "cross entropy", mode, LENGTHS, FULLY_MASKED)
-        metrics, grads = reference("gpt", "fp32", *case)
-        true_metrics, true_grads = reference("gpt", "fp64", *case)
+        metrics, grads = reference(kind, "fp32", *case)
+        true_metrics, true_grads = reference(kind, "fp64", *case)
         loss = _relative(abs(metrics["loss"] - true_metrics["loss"]), abs(true_metrics["loss"]))
         gradients = [
             _relative((grads[name] - truth).abs().max().item(), truth.abs().max().item())

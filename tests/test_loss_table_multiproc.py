@@ -37,6 +37,10 @@ def lines() -> Iterator[list[str]]:
     ids=[f"{kind.replace(' ', '-')}-{loss_table.name_of(layout)}" for kind, layout in ROWS],
 )
 def test_row(pools: Any, lines: list[str], kind: str, layout: dict[str, int]) -> None:
+    # Even waiting, workers keep the cores busy: the threads of their process groups wake up often.
+    for size in {loss_table.world_size(other) for _, other in ROWS}:
+        if size != loss_table.world_size(layout):
+            pools[size].stop()
     results = {
         precision: loss_table.run_row(pools, kind, layout, precision)
         for precision in loss_table.precisions_of(kind)
@@ -44,8 +48,7 @@ def test_row(pools: Any, lines: list[str], kind: str, layout: dict[str, int]) ->
     lines.append(loss_table.row(kind, layout, results))
     for precision, cases in results.items():
         errors = loss_table.worst(cases)
-        goal = loss_table.GOALS[precision]
-        assert max(errors.values()) < goal, (precision, errors)
+        assert max(errors.values()) < loss_table.goal_of(kind, precision), (precision, errors)
 
 
 def test_loss_curves_lie_on_top_of_one_another(pools: Any) -> None:
