@@ -22,7 +22,8 @@ FRUITLESS_ROUNDS = 8  # rounds without gain after which a replica counts as done
 TRADE_SHARE = 0.5  # of the changes, trades; the rest are moves
 LEAST_GAIN = 1e-6  # relative; below it a change is rounding
 BUDGET_OPS = 1 << 18  # default budget: so many ops simulated for one replica ...
-BUDGET_RANGE = (32, 4096)  # ... within these numbers of plans
+BUDGET_RANGE = (32, 4096)  # ... within these numbers of plans,
+TRADES = 3  # and so many times more whenever there are twice the replicas
 
 
 class _Replica:
@@ -74,7 +75,7 @@ def default_budget(candidates: list[Candidate], layout: Layout) -> int:
     """Plans to simulate: fewer the longer one takes, more where more replicas can trade."""
     ops = 2 * max(len(c.packing) for c in candidates) * layout.num_virtual_stages
     plans = min(max(BUDGET_OPS // ops, BUDGET_RANGE[0]), BUDGET_RANGE[1])
-    return plans * (1 + int(np.log2(layout.dp)))
+    return plans * (1 + int(TRADES * np.log2(layout.dp)))
 
 
 def _change_within(

@@ -46,9 +46,10 @@ SMALL_JOB = 4096  # items x virtual stages
 FEW_ROUNDS = 4  # up to so many times pp micro-batches, more groups and orders are tried
 NUM_REPRESENTATIVES = 16
 NUM_REBALANCES = 2
-NUM_FINALISTS = 6  # plans that are polished ...
-CLOSE = 1.1  # ... if within this ratio of the best,
-LEAST_BUDGET = 256  # and if each may have so many candidates
+NUM_FINALISTS = 6  # plans that are polished a little, the best of them then further,
+CLOSE = 1.1  # if within this ratio of the best,
+TRIAL_SHARE = 1 / 16  # with this share of the budget each,
+LEAST_TRIAL = 256  # and if that is so many candidates
 # (least size of a micro-batch at either end, micro-batches that it takes to grow, in units of pp)
 TAPERS = ((1.0, 0.0), (0.0, 1.0), (0.25, 2.0))
 
@@ -149,23 +150,20 @@ class Search:
             return finalists[0]
         budget = self.options.search_budget or default_budget(finalists[0].candidates, self.layout)
         close = [f for f in finalists if f.time <= CLOSE * finalists[0].time]
-        if budget < LEAST_BUDGET * len(close):
-            close = close[:1]
-        polished = [
-            Finalist(
-                group=f.group,
-                candidates=polish(
-                    self.packer,
-                    self.layout,
-                    f.group,
-                    f.candidates,
-                    self.options.balance == "replicas",
-                    -(-budget // len(close)),
-                ),
-            )
-            for f in close
-        ]
-        return min(polished, key=_time)
+        trial = int(budget * TRIAL_SHARE)
+        best = finalists[0]
+        if trial >= LEAST_TRIAL and len(close) > 1:
+            best = min((self._polish(f, trial) for f in close), key=_time)
+            budget -= trial * len(close)
+        return self._polish(best, budget)
+
+    def _polish(self, finalist: Finalist, budget: int) -> Finalist:
+        moves_between = self.options.balance == "replicas"
+        group, candidates = finalist.group, finalist.candidates
+        return Finalist(
+            group=group,
+            candidates=polish(self.packer, self.layout, group, candidates, moves_between, budget),
+        )
 
     def _good_enough(self, finalist: Finalist) -> bool:
         return finalist.time <= self.enough
