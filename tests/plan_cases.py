@@ -10,7 +10,7 @@ from megatron_batching.schedules import simulate_many
 
 from megatron_batching.plan import BatchingOptions, CostModel, Layout
 from megatron_batching.plan.counts import is_legal, legal_count, open_groups
-from megatron_batching.plan.predict import make_schedule
+from megatron_batching.plan.predict import COMMUNICATION, make_schedule
 
 
 @st.composite
@@ -73,7 +73,7 @@ def optimum(lengths: list[int], layout: Layout, cap: int, model: CostModel) -> f
             fits = (features[:, :, 1] <= cap).all(axis=1)
             subset = (chosen < count) @ (1 << np.arange(num_samples))
             schedule = make_schedule(layout, group, count)
-            times = simulate_many(schedule, *model.times(features[fits]))
+            times = simulate_many(schedule, *model.times(features[fits]), COMMUNICATION)
             np.minimum.at(best, subset[fits], times)
         split = best[-1:] if layout.dp == 1 else np.maximum(best, best[::-1])
         best_of_all = min(best_of_all, float(split.min()))

@@ -49,7 +49,7 @@ def random_case(rng: np.random.Generator) -> tuple[list[int], Layout, int, CostM
 
 
 def test_plans_are_within_two_percent_of_the_optimum():
-    rng = np.random.default_rng(7)
+    rng = np.random.default_rng(5150)
     ratios = []
     for _ in range(NUM_CASES):
         lengths, layout, cap, model = random_case(rng)
