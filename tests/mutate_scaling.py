@@ -80,18 +80,19 @@ def main() -> int:
     parser.add_argument("--only", choices=MUTANTS, help="run one mutant")
     chosen = parser.parse_args().only
     survivors = []
+    print("| broken | what the tests say |\n|---|---|", flush=True)
     for name in [chosen] if chosen else ["none", *MUTANTS]:
         passed, summary = run(name)
         if passed != (name == "none"):
             survivors.append(name)
-        print(f"{name:<34} {'tests pass' if passed else 'caught':<11} {summary}", flush=True)
+        print(f"| {name} | {'pass' if passed else 'fail'}: {summary} |", flush=True)
     if survivors:
         print(f"wrong: {', '.join(survivors)}", file=sys.stderr)
     return 1 if survivors else 0
 
 
 def run(name: str) -> tuple[bool, str]:
-    """Whether the tests pass on a mutant, and pytest's last line."""
+    """Whether the tests pass on a mutant, and the first that fails or pytest's last line."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         ignore = shutil.ignore_patterns("__pycache__")
@@ -121,7 +122,8 @@ def run(name: str) -> tuple[bool, str]:
     if result.returncode not in (0, 1):
         raise SystemExit(result.stdout + result.stderr)
     failed = re.search(r"FAILED \S+::(\S+)", result.stdout)
-    return result.returncode == 0, failed[1] if failed else result.stdout.splitlines()[-1]
+    summary = f"`{failed[1]}`" if failed else result.stdout.splitlines()[-1]
+    return result.returncode == 0, summary
 
 
 if __name__ == "__main__":
