@@ -1,8 +1,9 @@
 """A driver as verl has it: TrainingWorkers in Ray actors, on GRPO mini-batches; prints JSON.
 
-Command: python tests/verl_ray.py '{"pp": 2, "vpp": 2, "dp": 2}' VENDOR, in the environment of
-`verl_cpu.environment(VENDOR)`. Responses are equally long, so that verl's own means of means over
-micro-batches are the means over the mini-batch, and may be compared.
+Command: python tests/verl_ray.py '{"pp": 2, "vpp": 2, "dp": 2}', in the environment of
+`verl_cpu.environment`. verl's own engines run first, then the planned ones. Responses are equally
+long, so that verl's own means of means over micro-batches are the means over the mini-batch, and
+may be compared.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ RESPONSE = 20
 class CPUTrainingWorker(TrainingWorker):
     """verl's worker, with the CPU shims in place before it builds anything."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, vendor: str) -> None:
+        os.environ["VERL_ENGINE_VENDOR"] = vendor
         torch.set_num_threads(1)
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("cpu:gloo")
@@ -70,16 +72,23 @@ def rollout() -> Any:
     return tu.get_tensordict(columns, {"temperature": 1.0})
 
 
-def main(layout: dict[str, int], vendor: str) -> None:
+def main(layout: dict[str, int]) -> None:
     world = layout.get("pp", 1) * layout.get("dp", 1)
     # Ray gives up on a slow machine, and starts idle workers for CPUs that nobody asked for.
     os.environ.update(RAY_raylet_start_wait_time_s="300", RAY_prestart_worker_first_driver="0")
     ray.init(
-        num_cpus=world,
+        num_cpus=2 * world,
         include_dashboard=False,
-        runtime_env={"env_vars": verl_cpu.environment(vendor)},
+        runtime_env={"env_vars": verl_cpu.environment(None)},
         log_to_driver=False,
     )
+    results = {vendor: update(layout, vendor, world) for vendor in ("nvidia", "megatron_batching")}
+    print("RESULT " + json.dumps(results), flush=True)
+    ray.shutdown()
+
+
+def update(layout: dict[str, int], vendor: str, world: int) -> dict[str, Any]:
+    """A GRPO update between two log-prob passes: its metrics, and the log-probs."""
     limits = {
         "use_dynamic_bsz": False,
         "micro_batch_size_per_gpu": 2,
@@ -90,7 +99,7 @@ def main(layout: dict[str, int], vendor: str) -> None:
         **configs(layout, model_type="language_model", **limits),
     )
     pool = RayResourcePool([world], use_gpu=False, max_colocate_count=1)
-    worker = RayClassWithInitArgs(ray.remote(CPUTrainingWorker), config=config)
+    worker = RayClassWithInitArgs(ray.remote(CPUTrainingWorker), config=config, vendor=vendor)
     group = RayWorkerGroup(pool, worker, device_name="cpu")
     group.reset()
     group.set_loss_fn(partial(ppo_loss, actor_config()))
@@ -110,6 +119,8 @@ def main(layout: dict[str, int], vendor: str) -> None:
         )
     ).get()
     after = group.infer_batch(_with(data, compute_loss=False)).get()
+    for actor in group.workers:
+        ray.kill(actor)
     metrics = {
         name: [float(x) for x in (values if isinstance(values, list) else [values])]
         for name, values in tu.get(output, "metrics").items()
@@ -119,8 +130,7 @@ def main(layout: dict[str, int], vendor: str) -> None:
         name: [x[:-1].tolist() for x in out["log_probs"].unbind()]
         for name, out in (("before", before), ("after", after))
     }
-    print("RESULT " + json.dumps({"metrics": metrics, "log_probs": log_probs}), flush=True)
-    ray.shutdown()
+    return {"metrics": metrics, "log_probs": log_probs}
 
 
 def _with(data: Any, **common: Any) -> Any:
@@ -130,4 +140,4 @@ def _with(data: Any, **common: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), sys.argv[2])
+    main(json.loads(sys.argv[1]))
