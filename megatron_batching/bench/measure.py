@@ -98,7 +98,7 @@ def measure(config: BenchConfig, say: Callable[[str], None]) -> list[Case]:
                 if engine is None
                 else GptCompute(config, engine, lengths)
             )
-            cases.append(measure_case(config, trace, placement, lengths, compute, offset))
+            cases.append(measure_case(config, trace, placement, lengths, compute, offset, say))
             say(describe_case(cases[-1]))
     return cases
 
@@ -124,10 +124,11 @@ def measure_case(
     lengths: Sequence[int],
     compute: PacedCompute | GptCompute,
     offset: float,
+    say: Callable[[str], None],
 ) -> Case:
     """All methods on one mini-batch."""
     layout, model = placement.layout, compute.cost_model
-    methods = make_methods(config, trace, lengths, layout, model)
+    methods = make_methods(config, trace, lengths, layout, model, say)
     warm = []
     for method in methods:
         dist.barrier()
@@ -226,7 +227,8 @@ def _any_plan_bound(
     lengths: Sequence[int], layout: Layout, options: BatchingOptions, model: CostModel
 ) -> tuple[float, bool]:
     """A step that no plan of these lengths can beat, and whether the longest sample sets it."""
-    predicted = plan_mini_batch(lengths, layout, options, model).predicted
+    quick = replace(options, method="baseline")  # the bound does not depend on the method
+    predicted = plan_mini_batch(lengths, layout, quick, model).predicted
     align = options.alignment(layout)
     longest = float(-(-max(lengths) // align) * align)
     path = float(model.load(np.array([1.0, longest, longest**2])))

@@ -11,7 +11,7 @@ what it is worth by itself.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,7 +67,12 @@ def has_verl() -> bool:
 
 
 def make_methods(
-    config: BenchConfig, trace: Trace, lengths: Sequence[int], layout: Layout, model: CostModel
+    config: BenchConfig,
+    trace: Trace,
+    lengths: Sequence[int],
+    layout: Layout,
+    model: CostModel,
+    say: Callable[[str], None],
 ) -> list[Method]:
     """Every method of the config that can run here; the same list on all ranks.
 
@@ -80,6 +85,7 @@ def make_methods(
         lengths: tokens of each sample of the global mini-batch.
         layout: sizes of the run.
         model: what the planner plans by.
+        say: told when verl finds no micro-batches, and is left out.
 
     Raises:
         ValueError: something cannot be planned; on every rank.
@@ -87,7 +93,10 @@ def make_methods(
     options = BatchingOptions(max_tokens_per_micro_batch=trace.max_tokens, align=config.align)
     plans: dict[str, MicroBatchPlan] = {}
     if "verl" in config.methods and has_verl():
-        plans["verl"] = verl_plan(lengths, layout, options)
+        try:
+            plans["verl"] = verl_plan(lengths, layout, options)
+        except ValueError as error:  # agreed on by all ranks, verl sees to that
+            say(f"verl is left out for {trace.name}: {' '.join(str(error).split())}")
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:

@@ -153,10 +153,10 @@ _SUMMARY = {
     "speed_up_over_{}_dp2_vpp2": "planned over {}, dp and vpp of 2 and more",
 }
 _BOUNDS = {
-    "over_bound_set_by_work": "planned, step over lower bound, where the work sets the bound",
-    "worst_over_bound_set_by_work": "the same, the worst",
-    "over_bound_set_by_longest_sample": "the same, where the longest sample sets the bound",
-    "worst_over_bound_set_by_longest_sample": "the same, the worst",
+    "over_bound_set_by_work": "planned, step over its bound, where the work sets it",
+    "worst_over_bound_set_by_work": "planned, step over its bound, where the work sets it: worst",
+    "over_bound_set_by_longest_sample": "where the longest sample sets it",
+    "worst_over_bound_set_by_longest_sample": "where the longest sample sets it: worst",
 }
 _ERRORS = {
     "mean_abs_prediction_error": "predicted steps are off by, mean",

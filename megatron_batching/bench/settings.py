@@ -136,8 +136,10 @@ def load_bench_config(
             raise ValueError(f"override {override!r} is not of the form key=value")
     given = {key: value for key, value in options.items() if value is not None}
     try:
+        schema = OmegaConf.structured(BenchConfig)
+        OmegaConf.set_readonly(schema.model, False)  # frozen, and not to be merged into by 2.3
         merged = OmegaConf.merge(
-            OmegaConf.structured(BenchConfig),
+            schema,
             OmegaConf.load(path),
             OmegaConf.from_dotlist(list(overrides)),
             given,
