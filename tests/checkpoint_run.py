@@ -5,6 +5,7 @@ Command: torchrun --nproc-per-node 2 tests/checkpoint_run.py '{"layout": {"pp": 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -26,6 +27,7 @@ def main(
     layout: dict[str, int],
     steps: list[int],
     output: str,
+    biases: bool,
     load: str | None = None,
     save_at: int | None = None,
     save: str | None = None,
@@ -38,7 +40,7 @@ def main(
         "language_model",
         "megatron",
         "cpu",
-        model=MODEL,
+        model=dataclasses.replace(MODEL, transformer={"add_bias_linear": biases}),
         placement=placement,
         batching=BatchingOptions(max_tokens_per_micro_batch=96),
         optimizer=settings,
