@@ -1,7 +1,7 @@
 """The same training run under three layouts, as loss curves on top of one another.
 
-Purpose: the picture docs/loss_curves.png; the test beside it holds the curves together.
-Command: python tests/loss_curves.py docs/loss_curves.png, about 2 minutes on 2 cores.
+Purpose: the picture docs/images/loss_curves.png; the test beside it holds the curves together.
+Command: python tests/loss_curves.py docs/images/loss_curves.png, about 2 minutes on 2 cores.
 """
 
 from __future__ import annotations
