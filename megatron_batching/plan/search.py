@@ -148,7 +148,10 @@ class Search:
         """The best of the finalists (fastest first) after polishing each."""
         if self._good_enough(finalists[0]):
             return finalists[0]
-        budget = self.options.search_budget or default_budget(finalists[0].candidates, self.layout)
+        seconds = finalists[0].time if self.packer.model.unit == "s" else None
+        budget = self.options.search_budget or default_budget(
+            finalists[0].candidates, self.layout, seconds
+        )
         close = [f for f in finalists if f.time <= CLOSE * finalists[0].time]
         trial = int(budget * TRIAL_SHARE)
         best = finalists[0]
