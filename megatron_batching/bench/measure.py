@@ -128,7 +128,7 @@ def measure_case(
 ) -> Case:
     """All methods on one mini-batch."""
     layout, model = placement.layout, compute.cost_model
-    methods = make_methods(config, trace, lengths, layout, model, say)
+    methods = make_methods(config, trace, lengths, layout, compute.planning_model, say)
     warm = []
     for method in methods:
         dist.barrier()
