@@ -373,6 +373,7 @@ _EXPLANATION = {
     "optimizer does not step.",
 }
 _LEGEND = (
+    "&ldquo;No count&rdquo; and the like: the plan with this one thing as verl has it. "
     "M: micro-batches of a replica. Spread: slowest less fastest step, over the median. Of bound: "
     "the step over the least time that any plan of the mini-batch can take. Bubble: share of rank "
     "time spent on no op, and the three things that ranks waited for most: an activation, a "
