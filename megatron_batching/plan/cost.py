@@ -13,7 +13,6 @@ tokens = rows x longest and pairs = rows x longest squared.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_batching.plan.layout import Layout
+from megatron_batching.schedules.files import entry, one_line, read_json
 
 NUM_FEATURES = 3
 # Reading a stage's bf16 weights once (2 bytes a parameter) takes as long as computing this many
@@ -112,14 +112,22 @@ class CostModel:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> CostModel:
         """Read what `to_json` wrote; ValueError when a key is missing or unknown."""
-        unknown = sorted(set(value) - {"unit", "forward", "backward"})
+        unknown = sorted(set(map(str, value)) - {"unit", "forward", "backward"})
         missing = sorted({"forward", "backward"} - set(value))
         if unknown or missing:
             raise ValueError(
                 f"cost model JSON has unknown keys {unknown} and lacks {missing}: "
                 "it needs forward and backward, each [virtual stages][3], and may have unit"
             )
-        return cls(**value)
+        try:
+            forward, backward = (
+                np.array(entry(value, name, list), dtype=np.float64)
+                for name in ("forward", "backward")
+            )
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"cost model JSON: {one_line(error)}") from None
+        unit = entry({"unit": "token", **value}, "unit", str)
+        return cls(forward=forward, backward=backward, unit=unit)
 
 
 def weigh(features: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
@@ -187,13 +195,15 @@ def load_cost_model(source: str, layout: Layout) -> CostModel:
         return uniform_cost_model(layout)
     is_yaml = source.endswith((".yaml", ".yml"))
     try:
-        text = Path(source).read_text(encoding="utf-8")
-        value = _parse_yaml(text) if is_yaml else json.loads(text)
+        if is_yaml:
+            value = _parse_yaml(Path(source).read_text(encoding="utf-8"))
+        else:
+            value = read_json(source)
     except OSError as error:
         raise ValueError(f"cost model {source!r} cannot be read: {error.strerror}") from None
     except ValueError as error:
         kind = "YAML" if is_yaml else "JSON"
-        raise ValueError(f"cost model {source!r} is not {kind}: {error}") from None
+        raise ValueError(f"cost model {source!r} is not {kind}: {one_line(error)}") from None
     if not isinstance(value, dict):
         raise ValueError(f"cost model {source!r} must be a mapping with forward and backward")
     if is_yaml:
@@ -211,5 +221,5 @@ def _parse_yaml(text: str) -> Any:
 
     try:
         return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(" ".join(str(error).split())) from None
+    except (YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise ValueError(one_line(error)) from None

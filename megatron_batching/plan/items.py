@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_batching.plan.layout import Layout
+from megatron_batching.plan.layout import MOST, Layout
 from megatron_batching.plan.options import BatchingOptions
 
 
@@ -67,6 +67,9 @@ def check_lengths(lengths: Sequence[int]) -> np.ndarray:
     if len(wrong):
         row = int(wrong[0])
         raise ValueError(f"sample {row} has length {values[row]}: a sample needs at least 1 token")
+    if values.max() > MOST:
+        row = int(values.argmax())
+        raise ValueError(f"sample {row} has length {values[row]}: no sample has over 2^40 tokens")
     return values.astype(np.int64)
 
 

@@ -14,6 +14,7 @@ from megatron_batching.plan.counts import is_legal
 from megatron_batching.plan.items import Items, gather_items
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.options import BatchingOptions
+from megatron_batching.schedules.files import entries, entry, one_line, shortened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,28 +215,24 @@ class MicroBatchPlan:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> MicroBatchPlan:
         """Read what `to_json` wrote, and check it; ValueError when it is no plan or a wrong one."""
-        keys = {f.name for f in fields(cls)}
-        missing = sorted(keys - set(value))
+        if not isinstance(value, dict):
+            raise ValueError(f"not a plan: the JSON is {shortened(value)}, not a mapping")
+        missing = sorted({f.name for f in fields(cls)} - set(value))
         if missing:
             raise ValueError(f"not a plan: the JSON lacks {', '.join(missing)}")
         try:
             plan = cls(
-                layout=Layout(**value["layout"]),
-                options=BatchingOptions(**value["options"]),
-                group=value["group"],
-                lengths=tuple(value["lengths"]),
-                owners=tuple(value["owners"]),
-                replicas=tuple(_read_replica(replica) for replica in value["replicas"]),
-                predicted=Prediction(
-                    **{
-                        **value["predicted"],
-                        "peak_tokens_in_flight": tuple(value["predicted"]["peak_tokens_in_flight"]),
-                    }
-                ),
-                planning_seconds=value["planning_seconds"],
+                layout=Layout(**entry(value, "layout", dict)),
+                options=BatchingOptions(**entry(value, "options", dict)),
+                group=entry(value, "group", int, type(None)),
+                lengths=entries(value, "lengths", int),
+                owners=entries(value, "owners", int),
+                replicas=tuple(_read_replica(r) for r in entry(value, "replicas", list)),
+                predicted=_read_prediction(entry(value, "predicted", dict)),
+                planning_seconds=entry(value, "planning_seconds", float),
             )
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"not a plan: {type(error).__name__} {error}") from None
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"not a plan: {one_line(error)}") from None
         plan.validate()
         return plan
 
@@ -282,7 +279,20 @@ class MicroBatchPlan:
 
 def _read_replica(value: dict[str, Any]) -> ReplicaPlan:
     batches = tuple(
-        MicroBatch(samples=tuple(b["samples"]), tokens=b["tokens"], dummy=b["dummy"])
-        for b in value["micro_batches"]
+        MicroBatch(
+            samples=entries(batch, "samples", int),
+            tokens=entry(batch, "tokens", int),
+            dummy=entry(batch, "dummy", bool),
+        )
+        for batch in entry(value, "micro_batches", list)
     )
-    return ReplicaPlan(dp_rank=value["dp_rank"], micro_batches=batches)
+    return ReplicaPlan(dp_rank=entry(value, "dp_rank", int), micro_batches=batches)
+
+
+def _read_prediction(value: dict[str, Any]) -> Prediction:
+    times = ("step_time", "lower_bound", "efficiency", "bubble_fraction")
+    return Prediction(
+        **{name: entry(value, name, float) for name in times},
+        peak_tokens_in_flight=entries(value, "peak_tokens_in_flight", float),
+        unit=entry(value, "unit", str),
+    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from megatron_batching.plan.layout import Layout, check_positive
+from megatron_batching.schedules.files import shortened
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -67,7 +68,7 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
     def __post_init__(self) -> None:
         sizes = ("max_tokens_per_micro_batch", "max_tokens_per_gpu", "micro_batch_size")
         given = [
-            f"{name}={getattr(self, name)}" for name in sizes if getattr(self, name) is not None
+            f"{name}={getattr(self, name)!r}" for name in sizes if getattr(self, name) is not None
         ]
         if len(given) != 1:
             raise ValueError(
@@ -83,6 +84,9 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
         check_choice("oversize", self.oversize, ("error", "alone"))
         check_choice("balance", self.balance, ("replicas", "none"))
         check_choice("method", self.method, ("search", "baseline"))
+        for name in ("same_count", "forward_only"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         low, high = self.min_num_micro_batches, self.max_num_micro_batches
         if low is not None and high is not None and low > high:
             raise ValueError(
@@ -91,7 +95,14 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
         if isinstance(self.sample_groups, int):
             check_positive("sample_groups", self.sample_groups)
         elif self.sample_groups is not None:
-            object.__setattr__(self, "sample_groups", tuple(int(g) for g in self.sample_groups))
+            try:
+                groups = tuple(int(g) for g in self.sample_groups)
+            except (TypeError, ValueError, OverflowError):
+                raise ValueError(
+                    f"sample_groups={shortened(self.sample_groups)} must be a whole number, or a "
+                    "list with one group id for each sample"
+                ) from None
+            object.__setattr__(self, "sample_groups", groups)
 
     def token_cap(self, layout: Layout) -> int | None:
         """Hard cap in tokens of one replica; None in fixed batching."""

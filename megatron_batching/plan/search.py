@@ -1,7 +1,7 @@
 """The joint search: count, partition, group and order, judged by the simulator.
 
 Mechanism. (1) Sweep: for a ladder of legal counts, each replica's items are packed longest-first,
-once evenly and twice with micro-batches that grow from both ends (a short first and last
+once evenly and a few times with micro-batches that grow from both ends (a short first and last
 micro-batch fills and drains the pipeline sooner), put in a few orders, and all are simulated at
 once. (2) Rebalance: what a replica idles in its best plan is charged to it, and the items are
 spread over the replicas again. (3) Polish: the slowest replica's plan is changed a little, alone
@@ -51,7 +51,8 @@ CLOSE = 1.1  # if within this ratio of the best,
 TRIAL_SHARE = 1 / 16  # with this share of the budget each,
 LEAST_TRIAL = 256  # and if that is so many candidates
 # (least size of a micro-batch at either end, micro-batches that it takes to grow, in units of pp)
-TAPERS = ((1.0, 0.0), (0.0, 1.0), (0.25, 2.0))
+TAPERS = ((1.0, 0.0), (0.0, 1.0), (0.25, 2.0), (0.0, 2.0), (0.1, 3.0))
+INTERLEAVED_TAPERS = 3  # so many of them help with vpp > 1, whose ends are short already
 
 Setting = tuple[int, int | None]
 """Number of micro-batches and group."""
@@ -99,6 +100,7 @@ class Search:
         self.packer, self.layout, self.options = packer, layout, options
         self.bound = lower_bound(packer, layout, options)
         self.low, self.high = count_range(options)
+        self.num_tapers = len(TAPERS) if layout.vpp == 1 else INTERLEAVED_TAPERS
         small = len(packer.items) * layout.num_virtual_stages <= SMALL_JOB
         self.enough = (1 + EXACT_GAP if small else 1 + GOOD_ENOUGH_GAP) * self.bound
 
@@ -284,7 +286,9 @@ class Search:
         """The best packing of each rank under one setting."""
         owners, packings, features, orders = [], [], [], []
         for rank in ranks:
-            for packing in self._packings(shares[rank], setting[0], 1 if quick else len(TAPERS)):
+            for packing in self._packings(
+                shares[rank], setting[0], 1 if quick else self.num_tapers
+            ):
                 plain = self.packer.features(packing)
                 loads = self.packer.model.load(plain, self.packer.forward_only)
                 for order in _orders(loads, self.layout.pp)[: 1 if quick else None]:
