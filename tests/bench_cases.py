@@ -25,9 +25,9 @@ def paced_cases() -> list[dict[str, Any]]:
         layouts=[Layout(pp=2, vpp=2, dp=2)],
         traces=[Trace(lengths="@azure_code", max_tokens=16_384)],
         methods=[method for method in METHODS if method != "verl"],
-        samples_per_replica=12,
+        samples_per_replica=8,
         repeats=1,
-        work_s=0.15,
+        work_s=0.1,
     )
     (case,) = measure(config, lambda line: None)
     return [
