@@ -7,6 +7,7 @@
 #   make test-verl              all tests that need verl, the slow ones too
 #   make mutate                 break each factor of the loss in turn: tests must fail
 #   make loss-table             the table and the picture of docs/loss.md
+#   make fuzz MINUTES=10        random inputs to everything that reads what a user wrote
 #   make lint                   ruff and mypy
 #   make bench                  batching methods compared on the real schedule: 8 minutes
 #   make bench-plan             plan quality against the usual method, and planning time
@@ -20,6 +21,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 NPROC ?= 4
 CONFIG ?= configs/demo.yaml
+MINUTES ?= 10
 
 # A pyenv shim may stand on the PATH for a version that is installed but not selected.
 INTERPRETER := $(shell $(PYTHON) -c 'import sys; print(sys.executable)' 2>/dev/null || \
@@ -30,7 +32,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-full test-verl mutate loss-table lint bench bench-plan bench-execution gpu-check \
+.PHONY: demo test test-full test-verl mutate loss-table fuzz lint bench bench-plan bench-execution gpu-check \
 	clean
 .DELETE_ON_ERROR:
 
@@ -53,6 +55,9 @@ mutate: $(VENV)/installed
 loss-table: $(VENV)/installed
 	LOSS_TABLE=docs/loss.md $(BIN)/pytest -m slow tests/test_loss_table_multiproc.py
 	$(BIN)/python tests/loss_curves.py docs/images/loss_curves.png
+
+fuzz: $(VENV)/installed
+	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
 
 bench: $(VENV)/verl
 	$(BIN)/torchrun --standalone --nproc-per-node 8 -m megatron_batching bench

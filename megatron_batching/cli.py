@@ -361,6 +361,10 @@ def main() -> None:
         app(standalone_mode=False)
     except ValueError as error:
         _fail(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _fail(f"{error.filename}: {error.strerror}")
     except Exception as error:
         # Typer's usage errors have no base class that all its versions export.
         if not hasattr(error, "format_message"):

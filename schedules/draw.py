@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .files import write_whole
 from .timeline import Event, Timeline, as_timelines, headline
 
 FORWARD = (0.0, 0.447, 0.698)
@@ -74,9 +75,7 @@ def draw_png(
         _draw_panel(axis, panel, longest, points_per_unit=(width_inches - 0.9) * 72 / longest)
     axes[-1].set_xlabel(f"time ({shown[-1].unit})")
     _draw_legend(figure, shown)
-    path = Path(path)
-    figure.savefig(path, dpi=dpi)
-    return path
+    return write_whole(path, lambda partial: figure.savefig(partial, dpi=dpi))
 
 
 def _draw_panel(

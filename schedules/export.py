@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .files import write_text
 from .timeline import Event, Timeline, as_timelines, headline
 
 BUBBLE = "."
@@ -107,6 +108,4 @@ def _metadata(kind: str, process: int, thread: int, name: str) -> dict[str, Any]
 
 def write_chrome_trace(timelines: Timeline | Sequence[Timeline], path: str | Path) -> Path:
     """Write `chrome_trace` to a file and return its path."""
-    path = Path(path)
-    path.write_text(json.dumps(chrome_trace(timelines)))
-    return path
+    return write_text(path, json.dumps(chrome_trace(timelines)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .draw import chunk_colour
+from .files import write_text
 from .timeline import Timeline, as_timelines, headline
 
 
@@ -43,9 +44,7 @@ def write_html(timelines: Timeline | Sequence[Timeline], path: str | Path) -> Pa
     # "<" written as an escape cannot end the script element
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     title = html.escape(" / ".join(headline(timeline) for timeline in shown))
-    path = Path(path)
-    path.write_text(_PAGE.replace("@TITLE@", title).replace("@DATA@", text), encoding="utf-8")
-    return path
+    return write_text(path, _PAGE.replace("@TITLE@", title).replace("@DATA@", text))
 
 
 def _as_values(timeline: Timeline) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .files import checked, entry
 from .ops import Op
 
 FORMAT = "megatron-batching timeline 1"
@@ -126,14 +127,38 @@ class Timeline:
         """The inverse of `to_json`; also takes the text of a file."""
         if isinstance(data, str):
             data = json.loads(data)
-        assert isinstance(data, Mapping)
-        if data.get("format") != FORMAT:
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            given = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(
-                f"timeline format is {data.get('format')!r}: only {FORMAT!r} can be read; write "
+                f"timeline format is {given!r}: only {FORMAT!r} can be read; write "
                 "the file again with this version"
             )
-        events = tuple(Event(**{**event, "op": Op.parse(event["op"])}) for event in data["events"])
-        return cls(events=events, title=data["title"], source=data["source"], unit=data["unit"])
+        return cls(
+            events=tuple(_read_event(event) for event in entry(data, "events", list)),
+            title=entry(data, "title", str),
+            source=entry(data, "source", str),
+            unit=entry(data, "unit", str),
+        )
+
+
+def _read_event(data: Any) -> Event:
+    kinds: dict[str, tuple[type, ...]] = {
+        "pp_rank": (int,),
+        "dp_rank": (int,),
+        "start_s": (float,),
+        "end_s": (float,),
+        "samples": (int, type(None)),
+        "tokens": (int, type(None)),
+        "dummy": (bool,),
+    }
+    op = Op.parse(entry(data, "op", str))
+    unknown = [key for key in data if key not in kinds and key != "op"]
+    if unknown:
+        raise ValueError(f"event {op} has the unknown entry {unknown[0]!r}")
+    values = {key: checked(key, data[key], *kinds[key]) for key in kinds if key in data}
+    for key in ("pp_rank", "start_s", "end_s"):
+        entry(values, key, float)
+    return Event(op=op, **values)
 
 
 def as_timelines(timelines: Timeline | Sequence[Timeline]) -> list[Timeline]:

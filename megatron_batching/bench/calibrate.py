@@ -26,9 +26,9 @@ from rich.table import Table
 from megatron_batching.bench.fit import Link, StageFit, fit_cost_model, write_cost_file
 from megatron_batching.bench.recording import Recording
 from megatron_batching.bench.settings import BenchConfig
-from megatron_batching.bench.simulate import read_json
 from megatron_batching.megatron.config import world_size_from_environment
 from megatron_batching.plan import CostModel, Layout
+from megatron_batching.schedules.files import read_json
 
 LADDER_STEPS = 8  # sizes of micro-batches, from LEAST_SHARE of the cap up to it
 LEAST_SHARE = 0.05

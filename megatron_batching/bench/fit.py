@@ -22,6 +22,7 @@ from yaml import YAMLError
 
 from megatron_batching.bench.recording import Recording
 from megatron_batching.plan import CostModel
+from megatron_batching.schedules.files import write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +184,7 @@ def write_cost_file(
         "calibration": {"fit": quality, **about},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
-    return path
+    return write_text(path, OmegaConf.to_yaml(OmegaConf.create(values)))
 
 
 def read_link(path: str | None) -> Link:

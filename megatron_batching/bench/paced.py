@@ -47,6 +47,7 @@ from megatron_batching.schedules import (
     legal_groups,
     simulate,
 )
+from megatron_batching.schedules.files import write_text
 
 WORLD_SIZE = 8
 LAYOUTS = [(pp, vpp) for pp in (2, 4, 8) for vpp in (1, 2, 4)]
@@ -294,7 +295,7 @@ def main() -> None:
         summary = summarize(results, costs)
         if options.output is not None:
             everything = summary | {"results": results}
-            (options.output / "paced.json").write_text(json.dumps(everything, indent=1))
+            write_text(options.output / "paced.json", json.dumps(everything, indent=1))
         print(json.dumps(summary), flush=True)
     shut_down()
 
@@ -321,7 +322,7 @@ def _report(
         draw_png([predicted, timeline], output / f"case{number:02}.png")
         for source in (predicted, timeline):
             path = output / f"case{number:02}_{source.source}.json"
-            path.write_text(json.dumps(source.to_json()))
+            write_text(path, json.dumps(source.to_json()))
     return {
         "pp": schedule.pp,
         "vpp": schedule.vpp,

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_batching.megatron.messages import SHAPES, Message
 from megatron_batching.schedules import Op, Timeline
+from megatron_batching.schedules.files import entry, write_text
 
 _CAUSES = {
     "recv_prev": "activation",
@@ -92,24 +93,35 @@ class Recording:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Recording:
         """Read what `to_json` wrote; a timeline file is a recording without messages."""
-        return cls(
-            timeline=Timeline.from_json(data),
-            messages=tuple(
-                RankMessages(
-                    dp_rank=rank["dp_rank"],
-                    pp_rank=rank["pp_rank"],
-                    messages=tuple(
-                        Message(**(m | {"op": m["op"] and Op.parse(m["op"])}))
-                        for m in rank["messages"]
-                    ),
-                )
-                for rank in data.get("messages", ())
-            ),
-            features=tuple(
+        timeline = Timeline.from_json(data)
+        try:
+            features = tuple(
                 tuple((float(n), float(t), float(p)) for n, t, p in of_replica)
                 for of_replica in data.get("features", ())
+            )
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"features must be lists of three numbers: {error}") from None
+        messages = entry({"messages": [], **data}, "messages", list)
+        return cls(
+            timeline=timeline,
+            messages=tuple(
+                RankMessages(
+                    dp_rank=entry(rank, "dp_rank", int),
+                    pp_rank=entry(rank, "pp_rank", int),
+                    messages=tuple(_read_message(m) for m in entry(rank, "messages", list)),
+                )
+                for rank in messages
             ),
+            features=features,
         )
+
+
+def _read_message(data: Any) -> Message:
+    direction, op = entry(data, "direction", str), entry(data, "op", str, type(None))
+    if direction not in _CAUSES:
+        raise ValueError(f"direction {direction!r} is not one of {', '.join(_CAUSES)}")
+    times = {key: entry(data, key, float) for key in ("posted_s", "wait_s", "end_s")}
+    return Message(direction=direction, op=op and Op.parse(op), **times)
 
 
 def _waits(messages: Sequence[Message]) -> list[tuple[str, float, float]]:
@@ -164,5 +176,4 @@ def message_trace(recording: Recording, process: int) -> list[dict[str, Any]]:
 def write_json(value: Any, path: Path) -> Path:
     """Write plain values and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value))
-    return path
+    return write_text(path, json.dumps(value))

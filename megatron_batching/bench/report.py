@@ -22,6 +22,7 @@ from megatron_batching.bench.measure import Case, Measured
 from megatron_batching.bench.recording import CAUSES, write_json
 from megatron_batching.bench.settings import BenchConfig
 from megatron_batching.schedules import draw_png, write_html
+from megatron_batching.schedules.files import write_text, write_whole
 
 MIB = 2**20
 
@@ -229,12 +230,8 @@ def write_report(
                 path = folder / "recordings" / f"{name}-predicted.json"
                 write_json(method.predicted.to_json(), path)
     written.append(folder / "recordings")
-    table = folder / "bench.md"
-    table.write_text(markdown(cases, summarize(cases)), encoding="utf-8")
-    written.append(table)
-    page = folder / "report.html"
-    page.write_text(_page(config, cases, result), encoding="utf-8")
-    written.append(page)
+    written.append(write_text(folder / "bench.md", markdown(cases, summarize(cases))))
+    written.append(write_text(folder / "report.html", _page(config, cases, result)))
     written.append(draw_chart(cases, folder / "bench.png", _caption(result)))
     first = cases[0]
     shown = [m for m in first.methods if m.row["method"] in ("plain", "verl", "planned")]
@@ -305,8 +302,7 @@ def draw_chart(cases: Sequence[Case], path: Path, caption: str) -> Path:
     below = "line: no plan can be faster. " if has_bound else ""
     figure.supxlabel(below + caption, fontsize=7.5, wrap=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    return path
+    return write_whole(path, lambda partial: figure.savefig(partial, dpi=130))
 
 
 def _page(config: BenchConfig, cases: Sequence[Case], result: dict[str, Any]) -> str:

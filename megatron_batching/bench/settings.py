@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from megatron_batching.megatron.config import ModelConfig, check_world_size
 from megatron_batching.plan import Layout
+from megatron_batching.schedules.files import parsing
 
 COMPUTE = ("paced", "model")
 # What is switched off in turn: then it is as the usual method (verl's) has it.
@@ -135,7 +134,7 @@ def load_bench_config(
         if "=" not in override:
             raise ValueError(f"override {override!r} is not of the form key=value")
     given = {key: value for key, value in options.items() if value is not None}
-    try:
+    with parsing(f"config {path}"):
         schema = OmegaConf.structured(BenchConfig)
         OmegaConf.set_readonly(schema.model, False)  # frozen, and not to be merged into by 2.3
         merged = OmegaConf.merge(
@@ -145,9 +144,4 @@ def load_bench_config(
             given,
         )
         config: Any = OmegaConf.to_object(merged)
-    except (OSError, YAMLError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"config {path} cannot be read: {reason}; pass a YAML file") from error
-    except OmegaConfBaseException as error:
-        raise ValueError(f"config {path}: {' '.join(str(error).split())}") from error
     return config

@@ -41,6 +41,7 @@ from megatron_batching.schedules import (
     write_chrome_trace,
     write_html,
 )
+from megatron_batching.schedules.files import read_json, write_text
 
 DEFAULT_COST = "tokens"
 WHAT_IF_BUDGET = 200  # candidate plans a replica: a table wants many layouts, not the last percent
@@ -78,8 +79,7 @@ class Outputs:
         if self.trace is not None:
             written.append(write_chrome_trace(timelines, self.trace))
         if self.timeline is not None:
-            self.timeline.write_text(json.dumps(timelines[0].to_json()))
-            written.append(self.timeline)
+            written.append(write_text(self.timeline, json.dumps(timelines[0].to_json())))
         for path in written:
             say(f"wrote {path}")
 
@@ -283,26 +283,16 @@ def run_timeline(sources: Sequence[str], *, outputs: Outputs) -> list[Timeline]:
         )
     outputs.show(timelines)
     if outputs.trace is not None:
-        trace = json.loads(outputs.trace.read_text())
+        trace = read_json(outputs.trace)
         for recording in recordings:
             used = 1 + max(event["pid"] for event in trace["traceEvents"])
             trace["traceEvents"] += message_trace(recording, used)
-        outputs.trace.write_text(json.dumps(trace))
+        write_text(outputs.trace, json.dumps(trace))
     for recording in recordings:
         if recording.messages:
             causes = _shares(recording.bubble_by_cause())
             print(f"{recording.timeline.title}: waits for {causes}")
     return timelines
-
-
-def read_json(source: str) -> Any:
-    """What a JSON file holds; ValueError when it cannot be read."""
-    try:
-        return json.loads(Path(source).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{source!r} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{source!r} is not JSON: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

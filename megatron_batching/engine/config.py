@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
 from megatron_batching.plan import BatchingOptions, Layout
+from megatron_batching.schedules.files import parsing
 
 T = TypeVar("T")
 
@@ -118,19 +118,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ValueError: no such file, not YAML, an unknown key, or a value that its section refuses.
     """
-    try:
-        read = OmegaConf.load(path)
-    except (OSError, YAMLError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"config {path} cannot be read: {reason}; pass a YAML file") from error
     for override in overrides:
         if "=" not in override:
             raise ValueError(f"override {override!r} is not of the form section.key=value")
-    sections: Any = OmegaConf.to_container(read, resolve=True)
+    with parsing(f"config {path} cannot be read (pass a YAML file)"):
+        read = OmegaConf.load(path)
+        sections: Any = OmegaConf.to_container(read, resolve=True)
     if not isinstance(sections, dict):
         raise ValueError(f"config {path} holds no sections; write `layout:`, `batching:`, ...")
-    merged = OmegaConf.merge(read, OmegaConf.from_dotlist(list(overrides)))
-    sections = OmegaConf.to_container(merged, resolve=True)
+    with parsing(f"config {path} with overrides {' '.join(overrides)}"):
+        merged = OmegaConf.merge(read, OmegaConf.from_dotlist(list(overrides)))
+        sections = OmegaConf.to_container(merged, resolve=True)
     _check_keys(sections, TrainConfig, prefix="")
     values = {}
     for name, section in sections.items():

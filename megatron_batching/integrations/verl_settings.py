@@ -14,6 +14,8 @@ from pathlib import Path
 
 import yaml
 
+from megatron_batching.schedules.files import parsing
+
 VARIABLE = "MEGATRON_BATCHING_CONFIG"
 
 
@@ -69,11 +71,8 @@ def load_settings(path: str | Path | None = None) -> VerlSettings:
     path = path or os.environ.get(VARIABLE)
     if not path:
         return VerlSettings()
-    try:
-        values = yaml.safe_load(Path(path).read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{VARIABLE}={path} cannot be read: {reason}; name a YAML file") from error
+    with parsing(f"{VARIABLE}={path} cannot be read (name a YAML file)"):
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{VARIABLE}={path} holds no settings; write lines such as balance: none")
     known = [f.name for f in fields(VerlSettings)]

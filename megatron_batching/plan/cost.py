@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_batching.plan.layout import Layout
-from megatron_batching.schedules.files import entry, one_line, read_json
+from megatron_batching.schedules.files import entry, one_line, parsing, read_json
 
 NUM_FEATURES = 3
 # Reading a stage's bf16 weights once (2 bytes a parameter) takes as long as computing this many
@@ -216,10 +216,6 @@ def load_cost_model(source: str, layout: Layout) -> CostModel:
 def _parse_yaml(text: str) -> Any:
     """Plain values; nothing in the file is resolved, so it cannot read the environment."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
-    try:
+    with parsing("what it holds"):
         return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (YAMLError, OmegaConfBaseException, RecursionError) as error:
-        raise ValueError(one_line(error)) from None
