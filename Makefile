@@ -10,7 +10,7 @@
 #   make fuzz MINUTES=10        random inputs to everything that reads what a user wrote
 #   make lint                   ruff and mypy
 #   make bench                  batching methods compared on the real schedule: 8 minutes
-#   make bench-plan             plan quality against the usual method, and planning time
+#   make bench-plan             plan quality against verl's own partitioner, and planning time
 #   make bench-execution        planned shapes against exchanged ones, and the engine's overhead
 #   make gpu-check              what only GPUs can show, on those that there are
 #
@@ -62,8 +62,9 @@ fuzz: $(VENV)/installed
 bench: $(VENV)/verl
 	$(BIN)/torchrun --standalone --nproc-per-node 8 -m megatron_batching bench
 
-bench-plan: $(VENV)/installed
-	$(BIN)/python -m megatron_batching.bench.plan_quality --quick --peer baseline
+bench-plan: $(VENV)/verl
+	$(BIN)/python -m megatron_batching.bench.plan_quality --quick
+	$(BIN)/python -m megatron_batching.bench.plan_quality --speed
 
 bench-execution: $(VENV)/installed
 	$(BIN)/torchrun --standalone --nproc-per-node 8 -m megatron_batching.bench.execution shapes
