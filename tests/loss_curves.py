@@ -48,10 +48,10 @@ def draw(curves: Mapping[str, Sequence[float]], path: Path) -> None:
     )
     first = next(iter(curves.values()))
     for (name, curve), width, style in zip(curves.items(), (6, 3, 1.2), "-:-", strict=True):
-        top.plot(curve, style, linewidth=width, alpha=0.8, label=name)
+        (line,) = top.plot(curve, style, linewidth=width, alpha=0.8, label=name)
         if curve is not first:
             difference = [abs(a - b) / b for a, b in zip(curve, first, strict=True)]
-            bottom.semilogy(range(len(curve)), difference, label=name)
+            bottom.semilogy(range(len(curve)), difference, color=line.get_color())
     top.set_ylabel("loss: token mean over the mini-batch")
     top.set_title(f"{NUM_STEPS} optimizer steps, same seed, three ways of running them (fp32)")
     top.legend()

@@ -1,7 +1,7 @@
 """Break each factor of the loss's scaling in turn and show that tests fail for every one.
 
 Purpose: a test suite that passes whatever the factor is would prove nothing about it.
-Command: python tests/mutate_scaling.py, 5 to 10 minutes on 2 cores; `--only M` runs one of them.
+Command: python tests/mutate_scaling.py, about 10 minutes on 2 cores; `--only M` runs one of them.
 
 Each mutant is a copy of the sources in a temporary folder, put before the installed package; a
 mutant that no test fails on survives, and the exit status is 1.
