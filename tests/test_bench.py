@@ -282,7 +282,7 @@ WRONG_CONFIGS = {
     "unknown method": ("", ["methods=[fast]"], "fast"),
     "no layouts": ("layouts: []\n", [], "layouts is empty"),
     "unknown compute": ("", ["compute=gpu"], "gpu"),
-    "not YAML": ("layouts: [\n", [], "cannot be read"),
+    "not YAML": ("layouts: [\n", [], "bench.yaml: "),
     "wrong type": ("", ["repeats=often"], "repeats"),
     "layout": ("", ["layouts=[{pp: 0}]"], "pp"),
     "override": ("", ["repeats"], "key=value"),
