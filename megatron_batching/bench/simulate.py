@@ -26,6 +26,7 @@ from megatron_batching.plan import (
     load_cost_model,
     plan_mini_batch,
 )
+from megatron_batching.plan.predict import COMMUNICATION
 from megatron_batching.schedules import (
     Communication,
     Event,
@@ -113,7 +114,7 @@ def simulate_replica(
     model: CostModel,
     communication: Communication | None = None,
 ) -> Simulation:
-    """One replica's step."""
+    """One replica's step; without `communication` as planning foretells it."""
     schedule = PipelineSchedule(
         pp=plan.layout.pp,
         vpp=plan.layout.vpp,
@@ -124,7 +125,7 @@ def simulate_replica(
     forward, backward = model.times(micro_batch_features(plan, replica))
     tokens = [batch.tokens for batch in replica.micro_batches]
     times = StageTimes(forward=forward, backward=backward)
-    return simulate(schedule, times, communication, tokens)
+    return simulate(schedule, times, communication or COMMUNICATION, tokens)
 
 
 def simulate_plan(
