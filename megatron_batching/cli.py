@@ -361,6 +361,8 @@ def main() -> None:
         app(standalone_mode=False)
     except ValueError as error:
         _fail(str(error))
+    except FloatingPointError as error:
+        _fail(str(error), code=1)
     except OSError as error:
         if error.filename is None:
             raise
@@ -372,11 +374,20 @@ def main() -> None:
         _fail(error.format_message())
 
 
-def _fail(message: str) -> NoReturn:
-    # torchrun ends all ranks when the first one exits. All have the same error: rank 0 says it
-    # and the others wait for their end. One that fails alone speaks up after a while.
-    rank = os.environ.get("RANK", "0")
-    if rank != "0":
+def _fail(message: str, code: int = 2) -> NoReturn:
+    # torchrun ends all ranks when the first one exits. Mostly all have the same error: one says it
+    # and the others wait for their end. One that fails alone speaks up at once if the run is
+    # guarded, so that the others end too, and else after a while.
+    line = " ".join(message.split())
+    guard = sys.modules.get("megatron_batching.megatron.run_guard")
+    reported = guard.report_failure(line) if guard is not None else None
+    is_first = os.environ.get("RANK", "0") == "0" if reported is None else reported[1]
+    if not is_first:
         time.sleep(_PATIENCE_S)
-    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    if is_first or reported is None or line not in reported[0]:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    if guard is None or reported is None:
+        sys.exit(code)
+    guard.linger()
+    os._exit(code)  # process groups would wait for the other ranks

@@ -6,12 +6,15 @@ stands between a user's settings and a loss that is silently wrong.
 
 from __future__ import annotations
 
+import torch
+
 from megatron_batching.engine.registry import MODEL_TYPES
-from megatron_batching.loss import CrossEntropy, Objective, ValueLoss, check_regime
+from megatron_batching.loss import Counts, CrossEntropy, Objective, ValueLoss, check_regime
 from megatron_batching.loss.metrics import check_kinds
+from megatron_batching.megatron.agreement import require_agreement
 from megatron_batching.megatron.auxiliary import RouterShares
 from megatron_batching.megatron.model import PipelineModel
-from megatron_batching.plan import BatchingOptions
+from megatron_batching.plan import BatchingOptions, MicroBatchPlan
 
 
 def choose_objective(model_type: str, objective: Objective | None) -> Objective:
@@ -67,3 +70,25 @@ def check_model(
             f"mtp_num_layers={config.mtp_num_layers} with {objective}: Megatron computes "
             "MTP losses together with a plain cross entropy only; use CrossEntropy()"
         )
+
+
+def check_same_step(plan: MicroBatchPlan, counts: Counts, kind: str, device: torch.device) -> None:
+    """Raise the same ValueError on all ranks unless all are about to run the same step.
+
+    Args:
+        plan: of the global mini-batch.
+        counts: what losses divide by.
+        kind: of step, in words.
+        device: where the process group's tensors live.
+    """
+    rows = [[m.samples for m in replica.micro_batches] for replica in plan.replicas]
+    require_agreement(
+        {
+            "lengths": plan.lengths,
+            "loss tokens": counts.tokens_per_sequence,
+            "batching": (plan.layout, plan.options),
+            "micro-batches of the plan": repr((plan.group, rows)).encode(),
+            "step": kind,
+        },
+        device,
+    )

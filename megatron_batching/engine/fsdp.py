@@ -13,6 +13,7 @@ are ranks will do. There is no pipeline, tensor or context parallelism here.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,8 +187,14 @@ class FSDPEngine(Engine):
     def optimizer_step(self) -> float:
         largest = self._settings.clip_grad or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), largest)
+        whole = float(_whole(norm))
+        if not math.isfinite(whole):  # every rank has the same norm
+            raise FloatingPointError(
+                f"the gradient norm is {whole}: nothing was updated; lower the learning rate or "
+                "look at the mini-batch, and go on from the last checkpoint"
+            )
         self.optimizer.step()
-        return float(_whole(norm))
+        return whole
 
     def lr_scheduler_step(self) -> float:
         return self._settings.lr

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_batching.data import Batch, ShardedMiniBatch, collate, restore_order, send_home
 from megatron_batching.data.buckets import bucket_widths_of
-from megatron_batching.engine.checks import check_model, choose_objective
+from megatron_batching.engine.checks import check_model, check_same_step, choose_objective
 from megatron_batching.engine.contract import AnyMiniBatch, Engine
 from megatron_batching.engine.report import StepReport, TokenOutputs
 from megatron_batching.engine.run import micro_batch_shapes, replica_schedule, run_replica
@@ -37,6 +37,7 @@ from megatron_batching.loss import (
     as_aggregation,
     check_regime,
 )
+from megatron_batching.megatron.agreement import require_agreement
 from megatron_batching.megatron.auxiliary import RouterShares, prepare_routers
 from megatron_batching.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
@@ -47,9 +48,11 @@ from megatron_batching.megatron.optimizer import (
     build_optimizer,
     gradient_norm,
     move,
+    require_finite_gradients,
 )
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.recorder import StepRecorder
+from megatron_batching.megatron.run_guard import begin_step
 from megatron_batching.plan import BatchingOptions, MicroBatchPlan, plan_mini_batch
 
 
@@ -125,6 +128,18 @@ class PipelineEngine(Engine):
         if model.config.fp16 and model.config.grad_scale_func is None:
             model.config.grad_scale_func = self.optimizer.scale_loss
         check_model(model, self.batching, self.objective, self.expert_shares)
+        given = self._given_model
+        require_agreement(
+            {
+                "model": given if isinstance(given, ModelConfig) else given.config.hidden_size,
+                "batching": (self.batching, self.infer_batching, self.bucket_widths),
+                "optimizer": self._settings,
+                "seed": self._seed,
+                "planned_shapes": (self.planned_shapes, self.check_shapes),
+                "loss": (self.objective, self.aggregation, self.expert_shares, self.model_type),
+            },
+            self.placement.device,
+        )
         prepare_routers(model)
 
     def modules(self) -> list[torch.nn.Module]:
@@ -222,6 +237,8 @@ class PipelineEngine(Engine):
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
+        if not self.model.config.fp16:  # there the loss scaler deals with inf
+            require_finite_gradients(self.model)
         _, grad_norm, _ = self.optimizer.step()
         return gradient_norm(self.optimizer) if grad_norm is None else float(grad_norm)
 
@@ -297,6 +314,9 @@ class PipelineEngine(Engine):
         collect: Callable[[list[Tensor], list[Tensor] | None], None] | None = None,
     ) -> StepReport:
         placement = self.placement
+        begin_step()
+        kind = f"forward_only={forward_only}, objective={objective or self.objective}"
+        check_same_step(plan, mini_batch.counts(), kind, placement.device)
         if isinstance(mini_batch, ShardedMiniBatch):
             mini_batch = mini_batch.moved(plan)
         micro_batches = plan.replicas[placement.dp_rank].micro_batches

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -39,6 +40,41 @@ def build_optimizer(settings: OptimizerSettings, model: PipelineModel) -> Any:
         overlap_param_gather=ddp.overlap_param_gather,
     )
     return get_megatron_optimizer(OptimizerConfig(**{**values, **settings.megatron}), model.chunks)
+
+
+@torch.no_grad()
+def require_finite_gradients(model: PipelineModel) -> None:
+    """Raise on every rank if a gradient of any rank holds NaN or inf; before the step, so that
+    no weight takes it up.
+
+    One pass over the gradients and one reduction of a number; Megatron's own check of its buckets
+    raises on one rank alone.
+
+    Raises:
+        FloatingPointError: names the ranks and, for the first, a parameter.
+    """
+    buffers = [b for c in model.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+    total = torch.zeros((), dtype=torch.float32, device=model.placement.device)
+    for buffer in buffers:  # NaN and inf survive a sum
+        total += buffer.grad_data.sum(dtype=torch.float32)
+    is_wrong = (~total.isfinite()).float()
+    dist.all_reduce(is_wrong, op=dist.ReduceOp.MAX)
+    if not is_wrong.item():
+        return
+    own = [
+        f"{name} ({'NaN' if parameter.main_grad.isnan().any() else 'inf'})"
+        for name, parameter in model.named_parameters()
+        if not parameter.main_grad.isfinite().all()
+    ]
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, own)
+    ranks = [rank for rank, names in enumerate(everyone) if names]
+    named = f"{len(everyone[ranks[0]])} parameters, {everyone[ranks[0]][0]}" if ranks else "a sum"
+    raise FloatingPointError(
+        f"gradients are not finite on ranks {ranks}; first on rank {min(ranks, default=0)}: "
+        f"{named}; nothing was updated: lower the learning rate or look at the mini-batch, and go "
+        "on from the last checkpoint"
+    )
 
 
 def gradient_norm(optimizer: Any) -> float:

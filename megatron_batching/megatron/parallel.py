@@ -17,7 +17,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_batching.megatron import cpu
+from megatron_batching.megatron.agreement import require_agreement
 from megatron_batching.megatron.config import check_world_size, world_size_from_environment
+from megatron_batching.megatron.run_guard import start_guard, stop_guard
 from megatron_batching.plan import Layout
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -52,7 +54,8 @@ def initialize(
     """Set up device, process groups, Megatron's parallel state and its random generators.
 
     May be called again with another layout in the same processes: the parallel state is rebuilt,
-    the world's process group is kept.
+    the world's process group is kept. When this call makes that group, a rank that fails or is
+    lost from then on ends all of them, see `megatron_batching.megatron.run_guard`.
 
     Args:
         layout: sizes of each parallel dimension; their product must be the world size.
@@ -63,7 +66,8 @@ def initialize(
         timeout_s: after how long a collective that waits for a lost rank raises.
 
     Raises:
-        ValueError: the layout does not fill the world, or the device is not known or not there.
+        ValueError: the layout does not fill the world, the device is not known or not there, or
+            ranks were given different layouts, devices or seeds.
     """
     check_world_size(layout, world_size_from_environment())
     chosen = _choose_device(device, allow_cpu_with_gpu)
@@ -76,6 +80,9 @@ def initialize(
             world_size=layout.world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
+        start_guard(dist.get_rank(), layout.world_size)
+    # Megatron's groups are made by all ranks together: other sizes would leave some waiting.
+    require_agreement({"layout": layout, "device": chosen.type, "seed": seed}, chosen)
     _drop_parallel_state()
     others = _process_groups()
     parallel_state.initialize_model_parallel(
@@ -98,7 +105,12 @@ def initialize(
 
 
 def shut_down() -> None:
-    """Destroy the parallel state and the process groups, and leave the CPU mode."""
+    """Destroy the parallel state and the process groups, and leave the CPU mode.
+
+    Ranks wait here for one another: one that comes while others are in a further step ends the run
+    with an error, see `megatron_batching.megatron.run_guard`.
+    """
+    stop_guard()
     _drop_parallel_state()
     if dist.is_initialized():
         dist.destroy_process_group()
