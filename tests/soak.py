@@ -7,10 +7,10 @@ Memory is resident memory (what a leak of any kind ends in) and the bytes of liv
 leak of ours would be first), of the rank that grew most, at the end against a sixth of the way.
 
 Commands:
-    torchrun --standalone --nproc-per-node 8 tests/soak.py --layout '{"pp": 2, "vpp": 2, "dp": 2}' \
-        --output out/soak8.json
+    torchrun --standalone --nproc-per-node 4 tests/soak.py --layout '{"pp": 2, "vpp": 2, "dp": 2}' \
+        --output out/soak4.json
     torchrun --standalone --nproc-per-node 1 tests/soak.py --output out/soak1.json
-    python tests/soak.py --compare out/soak8.json out/soak1.json
+    python tests/soak.py --compare out/soak4.json out/soak1.json
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def train(layout: Layout, num_steps: int) -> dict[str, Any]:
         losses.append(engine.train_batch(batch, plan=plan).loss)
         groups.add(plan.group)
         moved += plan.num_moved
+        del batch
         if step == num_steps // 6:
             early = memory()
     late = memory()

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.schedules.files import entry, one_line, read_json, write_text
@@ -87,7 +88,7 @@ def save_checkpoint(
     state["rng"] = _rng(model)
     try:
         dist_checkpointing.save(state, str(partial))
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # which is no Exception
         found = re.search(r"\[Errno \d+\][^\n]*", "".join(traceback.format_exception(error)))
         if found is None:  # Megatron tells some ranks only that another one failed
             time.sleep(_PATIENCE_S)
