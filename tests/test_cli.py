@@ -178,6 +178,7 @@ TRAIN_ERRORS = {
     ),
     "both limits": (["batching.micro_batch_size=2"], ["exactly one"]),
     "override": (["model"], ["model", "section.key=value"]),
+    "no distribution": (["data.lengths=@nobody", "layout={pp: 1, vpp: 1, dp: 1}"], ["nobody"]),
     "no lengths": (["data.lengths=nowhere.csv", "layout={pp: 1, vpp: 1, dp: 1}"], ["nowhere"]),
 }
 

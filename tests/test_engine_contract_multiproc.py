@@ -96,3 +96,15 @@ def test_every_rank_exports_the_whole_model(pools: Any, layout: Any) -> None:
     for result in pools[2].run("engine_cases:exported", layout=layout):
         assert result.keys() == true.keys()
         assert all(torch.equal(result[name], true[name]) for name in true)
+
+
+def test_missing_fields_are_named_before_anything_is_sent(pools: Any) -> None:
+    for message in pools[2].run(
+        "engine_cases:step_without_fields", layout={"pp": 2}, lengths=LENGTHS
+    ):
+        assert message.startswith("sample 0 has no field old_log_probs")
+
+
+def test_no_step_follows_one_that_failed_midway(pools: Any) -> None:
+    (message,) = pools[1].run("engine_cases:step_after_a_failed_one", lengths=LENGTHS)
+    assert message.startswith("an earlier step ended midway (the loss failed)")

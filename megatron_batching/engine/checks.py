@@ -6,8 +6,11 @@ stands between a user's settings and a loss that is silently wrong.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
+from megatron_batching.data import Sample
 from megatron_batching.engine.registry import MODEL_TYPES
 from megatron_batching.loss import Counts, CrossEntropy, Objective, ValueLoss, check_regime
 from megatron_batching.loss.metrics import check_kinds
@@ -92,3 +95,15 @@ def check_same_step(plan: MicroBatchPlan, counts: Counts, kind: str, device: tor
         },
         device,
     )
+
+
+def check_fields(samples: Mapping[int, Sample], names: Sequence[str]) -> None:
+    """Raise ValueError before any message is sent unless every sample has what the loss needs."""
+    for i, sample in samples.items():
+        for name in names:
+            if name not in sample.fields:
+                given = ", ".join(sample.fields) or "none"
+                raise ValueError(
+                    f"sample {i} has no field {name}, which the objective needs (given: {given}): "
+                    "pass it in Sample.fields"
+                )

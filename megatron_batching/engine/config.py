@@ -7,6 +7,7 @@ torch or Megatron, so that a wrong key is reported at once.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -127,7 +128,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     if not isinstance(sections, dict):
         raise ValueError(f"config {path} holds no sections; write `layout:`, `batching:`, ...")
     with parsing(f"config {path} with overrides {' '.join(overrides)}"):
-        merged = OmegaConf.merge(read, OmegaConf.from_dotlist(list(overrides)))
+        # YAML keeps a leading @ for itself; here it names a distribution.
+        quoted = [re.sub(r"=(@[\w:]*)$", r"='\1'", override) for override in overrides]
+        merged = OmegaConf.merge(read, OmegaConf.from_dotlist(quoted))
         sections = OmegaConf.to_container(merged, resolve=True)
     _check_keys(sections, TrainConfig, prefix="")
     values = {}

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,12 @@ from torch import Tensor
 
 from megatron_batching.data import Batch, ShardedMiniBatch, collate, restore_order, send_home
 from megatron_batching.data.buckets import bucket_widths_of
-from megatron_batching.engine.checks import check_model, check_same_step, choose_objective
+from megatron_batching.engine.checks import (
+    check_fields,
+    check_model,
+    check_same_step,
+    choose_objective,
+)
 from megatron_batching.engine.contract import AnyMiniBatch, Engine
 from megatron_batching.engine.report import StepReport, TokenOutputs
 from megatron_batching.engine.run import micro_batch_shapes, replica_schedule, run_replica
@@ -100,6 +105,7 @@ class PipelineEngine(Engine):
         self.placement = placement
         self.batching = batching
         self.planned_shapes = planned_shapes
+        self._failure: Exception | None = None
         self.check_shapes = check_shapes
         self.bucket_widths = bucket_widths_of(batching, placement.layout, shape_buckets)
         self.infer_batching = infer_batching or batching
@@ -314,6 +320,16 @@ class PipelineEngine(Engine):
         collect: Callable[[list[Tensor], list[Tensor] | None], None] | None = None,
     ) -> StepReport:
         placement = self.placement
+        if self._failure is not None:
+            raise RuntimeError(
+                f"an earlier step ended midway ({self._failure}), and its messages may still be "
+                "under way: start the processes anew and go on from the last checkpoint"
+            )
+        held = mini_batch.samples
+        check_fields(
+            held if isinstance(held, Mapping) else dict(enumerate(held)),
+            (objective or self.objective).fields,
+        )
         begin_step()
         kind = f"forward_only={forward_only}, objective={objective or self.objective}"
         check_same_step(plan, mini_batch.counts(), kind, placement.device)
@@ -350,7 +366,11 @@ class PipelineEngine(Engine):
                 stack.enter_context(shares.in_use())
             stack.enter_context(torch.set_grad_enabled(not forward_only))
             origin = recorder.now()
-            rows = run(recorder, forward_only=forward_only)
+            try:
+                rows = run(recorder, forward_only=forward_only)
+            except Exception as error:
+                self._failure = error
+                raise
         elapsed = time.perf_counter() - start
         events = recorder.events(
             replica_schedule(plan, placement.dp_rank, forward_only=forward_only),

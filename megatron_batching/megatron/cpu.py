@@ -91,7 +91,7 @@ class _SharedGloo(ProcessGroupGloo):
         size: int,
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
     ) -> None:
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [_gloo_device()]
         options._timeout = timeout
         super().__init__(store, rank, size, options)
