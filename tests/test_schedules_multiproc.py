@@ -51,7 +51,7 @@ def run_on_rank(arguments: dict[str, Any], planned: bool, seconds: float) -> tup
     shapes = [(1, 5 + 3 * i) for i in range(case.schedule.num_micro_batches)]
     step = PacedStep(schedule=case.schedule, times=case.times, shapes=shapes)
     dist.barrier()
-    result = run_paced_step(model, step, planned_shapes=planned)
+    result = run_paced_step(model, step, planned_shapes=planned, prefetch=case.prefetch)
     return format_ops(result.ran), max(event.end_s for event in result.events)
 
 
@@ -62,7 +62,9 @@ def make_case(arguments: dict[str, Any], planned: bool, seconds: float) -> Any:
     schedule = PipelineSchedule(**arguments)
     size = np.random.default_rng(0).uniform(0.2, 1.8, schedule.num_micro_batches) * seconds
     times = StageTimes.even(schedule, size, 2 * size)
-    return PacedCase(name="test", schedule=schedule, times=times, planned_shapes=planned)
+    return PacedCase(
+        name="test", schedule=schedule, times=times, planned_shapes=planned, prefetch=planned
+    )
 
 
 @pytest.mark.parametrize("planned", [True, False], ids=["planned", "exchanged"])
