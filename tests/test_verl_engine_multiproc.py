@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("verl", reason="needs pip install megatron-batching[verl]")
 pytest.importorskip("mbridge", reason="needs pip install megatron-batching[verl]")
 
-from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.enums import ModelType
 
 if not hasattr(ModelType, "encoder_and_decoder"):
     pytest.skip(
@@ -24,7 +24,7 @@ if not hasattr(ModelType, "encoder_and_decoder"):
         allow_module_level=True,
     )
 
-from verl_pool import VerlPools, worst  # noqa: E402
+from verl_pool import VerlPools, worst
 
 TOLERANCE = 1e-5
 CAP = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 128}
