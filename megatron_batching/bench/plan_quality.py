@@ -46,6 +46,7 @@ from megatron_batching.plan import (
 from megatron_batching.plan.items import contiguous_owners
 from megatron_batching.plan.predict import COMMUNICATION, make_schedule
 from megatron_batching.schedules import simulate_many
+from megatron_batching.schedules.files import write_whole
 from megatron_batching.version import __version__
 
 CAPS = {
@@ -292,7 +293,7 @@ def draw_growth(rows: list[dict[str, Any]], path: str) -> None:
     axis.set_ylabel("planning time, ms of one core")
     axis.grid(visible=True, which="both", alpha=0.3)
     axis.legend()
-    figure.savefig(path, dpi=130)
+    write_whole(path, lambda partial: figure.savefig(partial, dpi=130))
 
 
 def versions() -> dict[str, str]:

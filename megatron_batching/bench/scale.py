@@ -39,6 +39,7 @@ from megatron_batching.plan import (
     verl_cost_model,
 )
 from megatron_batching.schedules import Communication, PipelineSchedule, simulate_many
+from megatron_batching.schedules.files import write_whole
 
 CAPS = {"azure_code": 16_384, "azure_conv": 16_384, "deepseek_r1": 49_152}
 LAYOUTS = (
@@ -190,7 +191,7 @@ def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     left.axhline(1.0, color="black", lw=0.9)
     left.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    write_whole(path, lambda partial: figure.savefig(partial, dpi=130))
     return path
 
 
