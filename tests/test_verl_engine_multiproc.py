@@ -15,16 +15,10 @@ import pytest
 pytest.importorskip("verl", reason="needs pip install megatron-batching[verl]")
 pytest.importorskip("mbridge", reason="needs pip install megatron-batching[verl]")
 
-from megatron.core.enums import ModelType
-
-if not hasattr(ModelType, "encoder_and_decoder"):
-    pytest.skip(
-        "verl 0.9.1's mbridge builds no model with this megatron-core (0.19 has no "
-        "ModelType.encoder_and_decoder)",
-        allow_module_level=True,
-    )
-
+import verl_cpu
 from verl_pool import VerlPools, worst
+
+verl_cpu.skip_without_models()
 
 TOLERANCE = 1e-5
 CAP = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 128}

@@ -20,16 +20,9 @@ pytest.importorskip("verl", reason="needs pip install megatron-batching[verl]")
 for module in ("mbridge", "ray", "uvicorn", "fastapi"):
     pytest.importorskip(module, reason=f"verl's workers need {module}")
 
-from megatron.core.enums import ModelType  # noqa: E402
-
-if not hasattr(ModelType, "encoder_and_decoder"):
-    pytest.skip(
-        "verl 0.9.1's mbridge builds no model with this megatron-core (0.19 has no "
-        "ModelType.encoder_and_decoder)",
-        allow_module_level=True,
-    )
-
 import verl_cpu  # noqa: E402
+
+verl_cpu.skip_without_models()
 
 SCRIPT = Path(__file__).parent / "verl_ray.py"
 
