@@ -117,6 +117,7 @@ def summarize(cases: Sequence[Case]) -> dict[str, Any]:
         summary[f"least_speed_up_over_{other}"] = min(r for _, r in ratios)
         if deep:
             summary[f"speed_up_over_{other}_dp2_vpp2"] = statistics.geometric_mean(deep)
+        summary |= _possible(other, [case for case, _ in ratios])
     rows = [row for row in planned.values() if row and "over_lower_bound" in row]
     for name, wanted in (("work", False), ("longest_sample", True)):
         ratios_to_bound = [
@@ -144,6 +145,47 @@ def summarize(cases: Sequence[Case]) -> dict[str, Any]:
     return summary
 
 
+def _possible(other: str, cases: Sequence[Case]) -> dict[str, float]:
+    """What a plan at the lower bound would gain over `other`: no plan of any planner gains more."""
+    over_bound = [
+        (case, row["over_lower_bound"])
+        for case in cases
+        if (row := _row(case, other)) and "over_lower_bound" in row
+    ]
+    deep = [ratio for case, ratio in over_bound if case.layout.dp >= 2 and case.layout.vpp >= 2]
+    names = ("possible_over_{}", "possible_over_{}_dp2_vpp2")
+    return {
+        name.format(other): statistics.geometric_mean(ratios)
+        for name, ratios in zip(names, ([r for _, r in over_bound], deep), strict=True)
+        if ratios
+    }
+
+
+def by_layout(cases: Sequence[Case], other: str = "verl") -> list[dict[str, Any]]:
+    """`planned` against `other`, one row a layout: geometric means over its traces."""
+    rows = []
+    for layout in dict.fromkeys(case.layout for case in cases):
+        own = [case for case in cases if case.layout == layout]
+        summary = summarize(own)
+        if f"speed_up_over_{other}" not in summary:
+            continue
+        most = max(row[f"speed_up_over_{other}"] for case in own if (row := _row(case, "planned")))
+        row = {
+            "layout": layout_name(layout),
+            "traces": str(len(own)),
+            f"planned over {other}": f"{summary[f'speed_up_over_{other}']:.2f}x",
+            "least": f"{summary[f'least_speed_up_over_{other}']:.2f}x",
+            "most": f"{most:.2f}x",
+            "possible": _number(summary.get(f"possible_over_{other}"), ".2f") + "x",
+        }
+        for name in ("work", "longest_sample"):
+            mean = _number(summary.get(f"over_bound_set_by_{name}"), ".2f")
+            worst = _number(summary.get(f"worst_over_bound_set_by_{name}"), ".2f")
+            row[f"step over bound set by {name.replace('_', ' ')} (worst)"] = f"{mean} ({worst})"
+        rows.append(row)
+    return rows
+
+
 def _row(case: Case, method: str) -> dict[str, Any] | None:
     return next((m.row for m in case.methods if m.row["method"] == method), None)
 
@@ -152,6 +194,8 @@ _SUMMARY = {
     "speed_up_over_{}": "planned over {}",
     "least_speed_up_over_{}": "planned over {}, the least",
     "speed_up_over_{}_dp2_vpp2": "planned over {}, dp and vpp of 2 and more",
+    "possible_over_{}": "a plan at the lower bound over {}",
+    "possible_over_{}_dp2_vpp2": "a plan at the lower bound over {}, dp and vpp of 2 and more",
 }
 _BOUNDS = {
     "over_bound_set_by_work": "planned, step over its bound, where the work sets it",
@@ -214,6 +258,9 @@ def markdown(cases: Sequence[Case], summary: dict[str, Any]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "| all cases, geometric means | |", "|---|---|"]
     lines += [f"| {name} | {text} |" for name, text in _summary_lines(summary)]
+    if layouts := by_layout(cases):
+        lines += ["", "| " + " | ".join(layouts[0]) + " |", "|---" * len(layouts[0]) + "|"]
+        lines += ["| " + " | ".join(row.values()) + " |" for row in layouts]
     return "\n".join(lines) + "\n"
 
 
