@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from megatron_batching.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan
+    from megatron_batching.plan import MicroBatchPlan
 
 app = typer.Typer(
     add_completion=False,
@@ -109,18 +111,15 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Cut one mini-batch into micro-batches."""
-    from megatron_batching.plan import BatchingOptions, Layout
-
-    layout = Layout(pp=pp, vpp=vpp, dp=dp, tp=tp, cp=cp, group=group)
-    options = BatchingOptions(
-        max_tokens_per_micro_batch=max_tokens,
-        micro_batch_size=micro_batch_size,
-        align=align,
-        oversize=oversize,
-        sample_groups=sample_groups,
-        balance=balance,
-    )
-    made = _plan(lengths, layout, options, cost)
+    sizes = {"pp": pp, "vpp": vpp, "dp": dp, "tp": tp, "cp": cp, "group": group}
+    limits = max_tokens, micro_batch_size
+    options = {
+        "align": align,
+        "oversize": oversize,
+        "sample_groups": sample_groups,
+        "balance": balance,
+    }
+    made = _plan(lengths, sizes, limits, options, cost)
     print(json.dumps(made.to_json()) if as_json else made.describe())
 
 
@@ -168,19 +167,12 @@ def simulate(
 ) -> None:
     """Simulate a plan and draw its timeline; layout options matter when SOURCE holds lengths."""
     from megatron_batching.bench.simulate import Outputs, read_plan, run_simulate
-    from megatron_batching.plan import BatchingOptions, Layout
     from megatron_batching.schedules import Communication
 
     def make(text: str, method: str) -> MicroBatchPlan:
-        options = BatchingOptions(
-            max_tokens_per_micro_batch=max_tokens,
-            micro_batch_size=micro_batch_size,
-            align=align,
-            oversize=oversize,
-            balance=balance,
-            method=method,
-        )
-        return _plan(text, Layout(pp=pp, vpp=vpp, dp=dp, tp=tp, cp=cp, group=group), options, cost)
+        sizes = {"pp": pp, "vpp": vpp, "dp": dp, "tp": tp, "cp": cp, "group": group}
+        options = {"align": align, "oversize": oversize, "balance": balance, "method": method}
+        return _plan(text, sizes, (max_tokens, micro_batch_size), options, cost)
 
     plans = [("plan", read_plan(source) or make(source, "search"))]
     if compare == "baseline":
@@ -338,12 +330,36 @@ def calibrate(
 
 
 def _plan(
-    lengths: str, layout: Layout, options: BatchingOptions, cost: str | None
+    lengths: str,
+    sizes: Mapping[str, int | None],
+    limits: tuple[int | None, int | None],
+    options: Mapping[str, Any],
+    cost: str | None,
 ) -> MicroBatchPlan:
-    from megatron_batching.plan import load_cost_model, plan_mini_batch, read_lengths
+    """Plan what the options say; errors name the options, not the arguments behind them."""
+    from megatron_batching.plan import (
+        BatchingOptions,
+        Layout,
+        load_cost_model,
+        plan_mini_batch,
+        read_lengths,
+    )
 
-    model = load_cost_model(cost, layout) if cost else None
-    return plan_mini_batch(read_lengths(lengths), layout, options, cost_model=model)
+    if sum(limit is not None for limit in limits) != 1:
+        raise ValueError("pass exactly one of --max-tokens and --micro-batch-size")
+    names = ("max_tokens_per_micro_batch", "micro_batch_size")
+    options = dict(zip(names, limits, strict=True)) | dict(options)
+    try:
+        layout = Layout(**sizes)  # type: ignore[arg-type]
+        batching = BatchingOptions(**options)
+        model = load_cost_model(cost, layout) if cost else None
+        return plan_mini_batch(read_lengths(lengths), layout, batching, cost_model=model)
+    except ValueError as error:
+        flags = {name: f"--{name.replace('_', '-')}" for name in (*sizes, *options)}
+        flags["max_tokens_per_micro_batch"] = "--max-tokens"
+        assignment = rf"\b({'|'.join(flags)})=('?)([^\s',;:]+)\2"
+        said = re.sub(assignment, lambda found: f"{flags[found[1]]} {found[3]}", str(error))
+        raise ValueError(said) from error
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -34,16 +34,17 @@ def write_whole(path: str | Path, write: Callable[[Path], Any]) -> Path:
     """Let `write` fill a file beside `path`, and rename it to `path` once it is on the disk.
 
     Args:
-        path: the file; its folder must exist.
+        path: the file; its folder is made if it is missing.
         write: called with the path to write to, which has the same suffix.
 
     Returns:
         The path.
 
     Raises:
-        OSError: it could not be written, for a full disk or a missing folder; `path` is as before.
+        OSError: it could not be written, for a full disk or missing rights; `path` is as before.
     """
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     try:
         write(partial)

@@ -379,6 +379,8 @@ def test_report_shows_every_method(tmp_path: Path, plan: MicroBatchPlan) -> None
     summary = summarize([case])
     assert summary["speed_up_over_verl"] == pytest.approx(1.5)
     assert summary["over_bound_set_by_work"] == pytest.approx(1.25)
+    assert summary["possible_over_verl"] == pytest.approx(3.0 / 1.6)
+    assert summary["possible_over_verl_dp2_vpp2"] == summary["possible_over_verl"]
     assert summary["worth"] == {"<order>": pytest.approx(1.25)}
     result = {"compute": "paced", "machine": machine(), **summary}
     written = write_report(config, [case], result, tmp_path)
@@ -388,6 +390,8 @@ def test_report_shows_every_method(tmp_path: Path, plan: MicroBatchPlan) -> None
     ]
     assert "| 3.000 | 2.000 |" in row
     assert "| 1.50x | 1.25 |" in row
+    by_layout = (tmp_path / "bench.md").read_text().splitlines()[-1]
+    assert by_layout.endswith("| 1 | 1.50x | 1.50x | 1.50x | 1.88x | 1.25 (1.25) | - (-) |")
     page = (tmp_path / "report.html").read_text()
     assert "no &lt;order&gt;" in page
     assert "<order>" not in page

@@ -135,14 +135,22 @@ def test_errors_of_the_other_commands(run: Any, arguments: list[str], word: str)
 
 
 PLAN_ERRORS = {
-    "cap below the longest": ("400\n30\n", ["--max-tokens=300"], ["sample 0", "400", "300"]),
+    "cap below the longest": (
+        "400\n30\n",
+        ["--max-tokens=300"],
+        ["sample 0", "400", "300", "--oversize alone"],
+    ),
     "empty file": ("", ["--max-tokens=300"], ["empty"]),
     "negative length": ("40\n-3\n", ["--max-tokens=300"], ["-3"]),
     "non-numeric length": ("40\nforty\n", ["--max-tokens=300"], ["forty"]),
-    "no limit": ("40\n", [], ["max_tokens_per_micro_batch"]),
+    "no limit": ("40\n", [], ["--max-tokens", "--micro-batch-size"]),
     "both limits": ("40\n", ["--max-tokens=50", "--micro-batch-size=1"], ["exactly one"]),
-    "layout": ("40\n", ["--max-tokens=50", "--vpp=2"], ["vpp=2"]),
-    "group": ("40\n", ["--max-tokens=50", "--pp=4", "--vpp=2", "--group=3"], ["group=3"]),
+    "layout": ("40\n", ["--max-tokens=50", "--vpp=2"], ["--vpp 2"]),
+    "group": (
+        "40\n",
+        ["--max-tokens=50", "--pp=4", "--vpp=2", "--group=3"],
+        ["--group 3", "--pp 4"],
+    ),
     "option value": ("40\n", ["--max-tokens=lots"], ["--max-tokens", "integer"]),
     "unknown option": ("40\n", ["--max-token-count=5"], ["--max-token-count"]),
     "oversize": ("40\n", ["--max-tokens=50", "--oversize=drop"], ["drop", "alone"]),

@@ -183,7 +183,6 @@ def write_cost_file(
         "communication": asdict(link),
         "calibration": {"fit": quality, **about},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     return write_text(path, OmegaConf.to_yaml(OmegaConf.create(values)))
 
 

@@ -175,5 +175,4 @@ def message_trace(recording: Recording, process: int) -> list[dict[str, Any]]:
 
 def write_json(value: Any, path: Path) -> Path:
     """Write plain values and return the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     return write_text(path, json.dumps(value))

@@ -348,7 +348,6 @@ def draw_chart(cases: Sequence[Case], path: Path, caption: str) -> Path:
     axes[0].legend(loc="upper right", ncols=3, frameon=False)
     below = "line: no plan can be faster. " if has_bound else ""
     figure.supxlabel(below + caption, fontsize=7.5, wrap=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
     return write_whole(path, lambda partial: figure.savefig(partial, dpi=130))
 
 

@@ -190,7 +190,6 @@ def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> Path:
             axis.spines[side].set_visible(False)
     left.axhline(1.0, color="black", lw=0.9)
     left.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda partial: figure.savefig(partial, dpi=130))
     return path
 

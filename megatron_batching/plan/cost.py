@@ -194,28 +194,27 @@ def load_cost_model(source: str, layout: Layout) -> CostModel:
     if source == "tokens":
         return uniform_cost_model(layout)
     is_yaml = source.endswith((".yaml", ".yml"))
-    try:
-        if is_yaml:
-            value = _parse_yaml(Path(source).read_text(encoding="utf-8"))
-        else:
-            value = read_json(source)
-    except OSError as error:
-        raise ValueError(f"cost model {source!r} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        kind = "YAML" if is_yaml else "JSON"
-        raise ValueError(f"cost model {source!r} is not {kind}: {one_line(error)}") from None
+    value = _read_yaml(source) if is_yaml else read_json(source)
     if not isinstance(value, dict):
         raise ValueError(f"cost model {source!r} must be a mapping with forward and backward")
     if is_yaml:
         value = {key: of for key, of in value.items() if key not in EXTRA_SECTIONS}
-    model = CostModel.from_json(value)
-    model.check_layout(layout)
+    try:
+        model = CostModel.from_json(value)
+        model.check_layout(layout)
+    except ValueError as error:
+        raise ValueError(f"cost model {source!r}: {one_line(error)}") from None
     return model
 
 
-def _parse_yaml(text: str) -> Any:
+def _read_yaml(source: str) -> Any:
     """Plain values; nothing in the file is resolved, so it cannot read the environment."""
     from omegaconf import OmegaConf
 
-    with parsing("what it holds"):
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise ValueError(f"{source!r} cannot be read: {reason}") from None
+    with parsing(f"{source!r} is not YAML"):
         return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
