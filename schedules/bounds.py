@@ -30,21 +30,27 @@ def lower_bound(schedule: PipelineSchedule, times: StageTimes) -> float:
     >>> lower_bound(schedule, StageTimes.even(schedule, [1, 1], [2, 2]))
     9.0
     """
-    bounds = [chain_bound(schedule, times), rank_work_bound(schedule, times)]
+    bounds = [trip_bound(schedule, times), rank_work_bound(schedule, times)]
     if not schedule.forward_only:
         bounds += [first_backward_bound(schedule, times), last_forward_bound(schedule, times)]
     return max(bounds)
 
 
-def chain_bound(schedule: PipelineSchedule, times: StageTimes) -> float:
-    """max over m of F[m] + B[m].
+def trip_bound(schedule: PipelineSchedule, times: StageTimes) -> float:
+    """max over m of F[m] + B[m] + the sum over the others, j, of min(f[j, 0], b[j, 0]).
+
+    Forward-only: f[j, S - 1] takes the place of b[j, 0].
 
     Proof. The forward of m on stage s needs the one on s - 1; the backward on s needs the one on
-    s + 1, and on the last stage the forward there. So the ops of m run one after another. With
-    equal stages this is `pp * max(f + b)` for the times f, b of all of a rank's chunks together.
+    s + 1, and on the last stage the forward there. So the ops of m run one after another, from its
+    forward on stage 0 to its backward there. Megatron's order takes the forwards of stage 0 by
+    micro-batch, and its backwards too. So that of every j before m is over when the trip of m
+    begins, and the backward of every j after m runs when the trip is over, all on one rank, which
+    runs one op at a time. Forward-only: the forwards of later j on the last stage follow.
     """
     forward, backward = _arrays(schedule, times)
-    return float((forward + backward).sum(axis=1).max())
+    passing = _passing(schedule, forward, backward)
+    return float(((forward + backward).sum(axis=1) - passing).max() + passing.sum())
 
 
 def rank_work_bound(schedule: PipelineSchedule, times: StageTimes) -> float:
@@ -132,8 +138,9 @@ def lower_bound_any_partition(
         fixed: [1, S] what any micro-batch takes, even an empty one.
         dummies: micro-batches without samples are allowed.
 
-    Proof. The sample that takes longest is in some micro-batch, whose chain (`chain_bound`) is at
-    least that sample's and the fixed times together. And in `rank_work_bound`, work[r] is M times
+    Proof. Each sample is in some micro-batch, whose trip (`trip_bound`) takes at least that
+    sample's and the fixed times together; every other sample lengthens the trip, if it shares the
+    micro-batch, or passes before or after. And in `rank_work_bound`, work[r] is M times
     the fixed and once every sample's time whatever the partition, while a micro-batch's head and
     tail are at least the fixed times' and, when none is empty, the least sample's.
 
@@ -152,12 +159,15 @@ def lower_bound_any_partition(
             f"samples are {forward.shape} and fixed {base_forward.shape}: give "
             f"[samples, {expected[1]}] and [1, {expected[1]}]"
         )
-    chain = float((forward + backward + base_forward + base_backward).sum(axis=1).max())
+    count = schedule.num_micro_batches
+    passing = _passing(schedule, forward, backward)
+    trip = float(((forward + backward).sum(axis=1) - passing).max() + passing.sum())
+    trip += float((base_forward + base_backward).sum())
+    trip += (count - 1) * float(_passing(schedule, base_forward, base_backward)[0])
     least_forward = base_forward if dummies else base_forward + forward
     least_backward = base_backward if dummies else base_backward + backward
-    count = schedule.num_micro_batches
     return max(
-        chain,
+        trip,
         *(
             _head(least_forward, rank)
             + count * _work(schedule, base_forward, base_backward, rank)
@@ -172,6 +182,11 @@ def _arrays(schedule: PipelineSchedule, times: StageTimes) -> tuple[FloatArray, 
     check_times(schedule, times)
     backward = np.zeros_like(times.backward) if schedule.forward_only else times.backward
     return times.forward, backward
+
+
+def _passing(schedule: PipelineSchedule, forward: FloatArray, backward: FloatArray) -> FloatArray:
+    """[M] least time that each micro-batch takes before or after another one's trip."""
+    return np.minimum(forward[:, 0], forward[:, -1] if schedule.forward_only else backward[:, 0])
 
 
 def _last_chunk_stages(schedule: PipelineSchedule) -> range:

@@ -207,6 +207,13 @@ def test_no_order_beats_the_lower_bound(schedule: PipelineSchedule, seed: int, e
     assert bound <= best * (1 + 1e-12)
 
 
+def test_a_long_trip_and_the_others_before_it_reach_the_bound() -> None:
+    schedule = PipelineSchedule(pp=4, num_micro_batches=3)
+    times = StageTimes.even(schedule, [1.0, 1.0, 8.0], [2.0, 2.0, 16.0])
+    assert lower_bound(schedule, times) == 4 * (8 + 16) + 1 + 1
+    assert simulate(schedule, times).step_time == lower_bound(schedule, times)
+
+
 @pytest.mark.parametrize("dummies", [True, False])
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_no_partition_beats_the_lower_bound(vpp: int, dummies: bool) -> None:

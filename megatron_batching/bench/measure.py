@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from megatron_batching.bench.compute import (
@@ -34,10 +33,8 @@ from megatron_batching.bench.simulate import micro_batch_features, simulate_repl
 from megatron_batching.bench.train import mini_batch_lengths
 from megatron_batching.engine.config import DataConfig
 from megatron_batching.megatron.parallel import Placement, initialize
-from megatron_batching.plan import BatchingOptions, CostModel, Layout, plan_mini_batch
+from megatron_batching.plan import BatchingOptions, CostModel, Layout, lower_bounds_of
 from megatron_batching.schedules import Timeline, lower_bound
-
-ON_PATH = 0.999  # the longest sample sets the bound when its trip takes this share of it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,7 +138,8 @@ def measure_case(
             steps[i].append(compute.run(methods[i]))
     seconds = [_slowest(of_method) for of_method in steps]
     options = BatchingOptions(max_tokens_per_micro_batch=trace.max_tokens, align=config.align)
-    bound, is_on_path = _any_plan_bound(lengths, layout, options, model)
+    work_bound, trip_bound = lower_bounds_of(lengths, layout, options, model)
+    bound = max(work_bound, trip_bound)
     results = []
     for method, own, of_method, memory in zip(methods, seconds, steps, warm, strict=True):
         recording = gather(
@@ -175,7 +173,7 @@ def measure_case(
             predicted, figures = predict(method, model, compute.link)
             row |= figures | {
                 "lower_bound_s": bound,
-                "longest_sample_sets_bound": is_on_path,
+                "longest_sample_sets_bound": trip_bound > work_bound,
                 "over_lower_bound": row["step_s"] / bound,
                 "prediction_error": figures["predicted_s"] / row["step_s"] - 1.0,
             }
@@ -221,18 +219,6 @@ def describe_case(case: Case) -> str:
     """One line: the median step of every method."""
     steps = ", ".join(f"{m.row['method']} {m.row['step_s']:.3f} s" for m in case.methods)
     return f"{case.title}: {steps}"
-
-
-def _any_plan_bound(
-    lengths: Sequence[int], layout: Layout, options: BatchingOptions, model: CostModel
-) -> tuple[float, bool]:
-    """A step that no plan of these lengths can beat, and whether the longest sample sets it."""
-    quick = replace(options, method="baseline")  # the bound does not depend on the method
-    predicted = plan_mini_batch(lengths, layout, quick, model).predicted
-    align = options.alignment(layout)
-    longest = float(-(-max(lengths) // align) * align)
-    path = float(model.load(np.array([1.0, longest, longest**2])))
-    return predicted.lower_bound, path >= ON_PATH * predicted.lower_bound
 
 
 def _slowest(steps: Sequence[Step]) -> list[float]:

@@ -38,6 +38,7 @@ from megatron_batching.plan import (
     CostModel,
     Layout,
     MicroBatchPlan,
+    lower_bounds_of,
     plan_mini_batch,
     read_lengths,
     sample_lengths,
@@ -59,7 +60,6 @@ CAPS = {
 PIPELINES = tuple(product((2, 4, 8, 16), (1, 2, 4)))  # pp, vpp
 DP = (1, 8, 64)
 SAMPLES = (16, 32, 64, 128)  # per replica
-PATH_SHARE = 0.999  # of the lower bound; from there the longest sample sets it
 SPEED_CASES: tuple[tuple[str, int, int, dict[str, int]], ...] = (
     # distribution, samples, cap, layout
     *(("azure_code", n, 16384, {"pp": 8, "vpp": 2}) for n in (32, 64, 128, 256, 512, 1024, 2048)),
@@ -149,15 +149,14 @@ def compare(
     else:
         wanted = replace(options, method="baseline")
         other = plan_mini_batch(lengths, layout, wanted, model).predicted.step_time
-    longest = float(max(lengths))
-    path = float(model.load(np.array([1.0, longest, longest**2])))
+    work_bound, trip_bound = lower_bounds_of(lengths, layout, options, model)
     return Case(
         trace=name,
         layout=layout,
         samples_per_replica=samples,
         speed_up=None if other is None else other / plan.predicted.step_time,
         efficiency=plan.predicted.efficiency,
-        path_bound=path >= PATH_SHARE * plan.predicted.lower_bound,
+        path_bound=trip_bound > work_bound,
         planning_s=plan.planning_seconds,
     )
 

@@ -20,7 +20,7 @@ from megatron_batching.plan.micro_batch_plan import (
     ReplicaPlan,
 )
 from megatron_batching.plan.options import BatchingOptions
-from megatron_batching.plan.planner import plan_mini_batch
+from megatron_batching.plan.planner import lower_bounds_of, plan_mini_batch
 
 __all__ = [
     "QUANTILES",
@@ -33,6 +33,7 @@ __all__ = [
     "ReplicaPlan",
     "balance_batch",
     "load_cost_model",
+    "lower_bounds_of",
     "parse_lengths",
     "plan_mini_batch",
     "read_lengths",

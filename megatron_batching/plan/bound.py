@@ -2,9 +2,10 @@
 
 Two reasons bound a step. Work: some rank is busy for its share of all samples, after waiting for
 the shortest possible micro-batch to reach it and before the shortest one has travelled back from
-it. Path: the sample with the longest trip passes every stage forward and backward. The bound is
-proven, so its distance to a plan's time is at most what a better search could gain; it ignores
-that samples cannot be cut, so it is not always reached.
+it. Trip: a sample passes every stage forward and backward, and every other sample of its replica
+passes the first stage forward before, or backward after (`schedules.bounds.trip_bound` has the
+proof). The bound is proven, so its distance to a plan's time is at most what a better search could
+gain; but for the trip it ignores that samples cannot be cut, so it is not always reached.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ from megatron_batching.plan.options import BatchingOptions
 from megatron_batching.plan.pack import Packer
 
 
-def lower_bound(packer: Packer, layout: Layout, options: BatchingOptions) -> float:
-    """Least conceivable step time of the slowest replica, in the cost model's unit."""
+def lower_bounds(packer: Packer, layout: Layout, options: BatchingOptions) -> tuple[float, float]:
+    """Least conceivable step time of the slowest replica, in the cost model's unit.
+
+    Returns:
+        What the work sets, and what the trip of one sample sets.
+    """
+    low, _ = count_range(options)
+    count = min(legal_count(low, layout, group) for group in open_groups(layout))
+    return _work(packer, layout, options, count), _trip(packer, layout, count)
+
+
+def _work(packer: Packer, layout: Layout, options: BatchingOptions, count: int) -> float:
+    """count: fewest micro-batches of a replica."""
     model, pp = packer.model, layout.pp
     backward_coefficients = model.backward * (0.0 if packer.forward_only else 1.0)
     both = model.forward + backward_coefficients
-    single = packer.alone.copy()
-    single[:, 0] = 1.0
-    path = float(weigh(single, both.sum(0)[None]).max())
-
-    low, _ = count_range(options)
-    count = min(legal_count(low, layout, group) for group in open_groups(layout))
+    single = packer.alone
     num_micro_batches = float(count * layout.dp)
     if not packer.padded and options.oversize == "error":
         num_micro_batches = max(num_micro_batches, -(-packer.weights.sum() // packer.cap))
@@ -43,7 +50,33 @@ def lower_bound(packer: Packer, layout: Layout, options: BatchingOptions) -> flo
         tail = np.concatenate([[0.0], np.cumsum(forward[::-1][: pp - 1])])[::-1]
     else:
         tail = np.concatenate([[0.0], np.cumsum(backward[: pp - 1])])
-    return max(path, float((head + _rank_work(both, work, pp) / layout.dp + tail).max()))
+    return float((head + _rank_work(both, work, pp) / layout.dp + tail).max())
+
+
+def _trip(packer: Packer, layout: Layout, count: int) -> float:
+    """The best over all items of their trip and the passing of others, at least `count` in all."""
+    model = packer.model
+    both = model.forward + model.backward * (0.0 if packer.forward_only else 1.0)
+    ends = np.stack(
+        [model.forward[0], model.forward[-1] if packer.forward_only else model.backward[0]]
+    )
+    # [I + 1]: the items and, last, a micro-batch with nothing in it
+    parts = np.vstack([packer.alone, [1.0, 0.0, 0.0]])
+    trips = weigh(parts, both.sum(0)[None])[:, 0]
+    passing = weigh(parts, ends).min(axis=1)
+    trips, empty_trip = trips[:-1], trips[-1]
+    passing, empty_passing = passing[:-1], passing[-1]
+    own = trips + empty_trip + (count - 1) * empty_passing
+    if layout.dp == 1:
+        return float((own - passing).max() + passing.sum())
+    # Others may run on other replicas, whose first ranks then work longer. At best x of the first
+    # rank's work stays with the item, passing in at least `share` of its time, and the step takes
+    # own + share * x here and (rest - x) / (dp - 1) there.
+    work = _rank_work(both, packer.alone, layout.pp)[:, 0]
+    share = float((passing / np.maximum(work, 1e-300)).min())
+    rest, others = work.sum() - work, layout.dp - 1
+    kept = np.clip((rest / others - own) / (share + 1 / others), 0.0, rest)
+    return float((own + share * kept).max())
 
 
 def work_bound(packer: Packer, shares: list[np.ndarray], pp: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from megatron_batching.plan.bound import lower_bounds
 from megatron_batching.plan.cost import CostModel, uniform_cost_model
 from megatron_batching.plan.items import Items, gather_items
 from megatron_batching.plan.layout import Layout
@@ -64,6 +65,37 @@ def plan_mini_batch(
         predicted=predict(packer, layout, group, packings, search.bound),
         planning_seconds=time.perf_counter() - started,
     )
+
+
+def lower_bounds_of(
+    lengths: Sequence[int],
+    layout: Layout,
+    options: BatchingOptions,
+    cost_model: CostModel | None = None,
+) -> tuple[float, float]:
+    """Step times that no plan of a mini-batch can beat; `predicted.lower_bound` is the greater.
+
+    Args:
+        lengths: tokens of each sample of the global mini-batch.
+        layout: sizes of the run.
+        options: limits of the micro-batches.
+        cost_model: times; None counts tokens.
+
+    Returns:
+        What the work of the ranks sets, and what the trip of one sample through the pipeline sets,
+        in the cost model's unit.
+
+    Raises:
+        ValueError: as `plan_mini_batch`.
+
+    >>> lengths, options = [100, 10, 10, 10], BatchingOptions(max_tokens_per_micro_batch=100)
+    >>> lower_bounds_of(lengths, Layout(pp=4), options)
+    (1059.75, 1075.5)
+    """
+    model = cost_model if cost_model is not None else uniform_cost_model(layout)
+    model.check_layout(layout)
+    packer = Packer(gather_items(lengths, layout, options), layout, options, model)
+    return lower_bounds(packer, layout, options)
 
 
 def _replica(rank: int, packing: Packing, packer: Packer, items: Items) -> ReplicaPlan:

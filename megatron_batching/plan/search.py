@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_batching.plan.baseline import plan_baseline
-from megatron_batching.plan.bound import lower_bound, work_bound
+from megatron_batching.plan.bound import lower_bounds, work_bound
 from megatron_batching.plan.counts import count_range, is_legal, legal_count, open_groups
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.options import BatchingOptions
@@ -98,7 +98,7 @@ class Search:
 
     def __init__(self, packer: Packer, layout: Layout, options: BatchingOptions) -> None:
         self.packer, self.layout, self.options = packer, layout, options
-        self.bound = lower_bound(packer, layout, options)
+        self.bound = max(lower_bounds(packer, layout, options))
         self.low, self.high = count_range(options)
         self.num_tapers = len(TAPERS) if layout.vpp == 1 else INTERLEAVED_TAPERS
         small = len(packer.items) * layout.num_virtual_stages <= SMALL_JOB
