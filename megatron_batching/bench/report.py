@@ -200,8 +200,10 @@ _SUMMARY = {
 _BOUNDS = {
     "over_bound_set_by_work": "planned, step over its bound, where the work sets it",
     "worst_over_bound_set_by_work": "planned, step over its bound, where the work sets it: worst",
-    "over_bound_set_by_longest_sample": "where the longest sample sets it",
-    "worst_over_bound_set_by_longest_sample": "where the longest sample sets it: worst",
+    "over_bound_set_by_longest_sample": "planned, step over its bound, where the longest sample "
+    "sets it",
+    "worst_over_bound_set_by_longest_sample": "planned, step over its bound, where the longest "
+    "sample sets it: worst",
 }
 _ERRORS = {
     "mean_abs_prediction_error": "predicted steps are off by, mean",
@@ -362,6 +364,11 @@ def _page(config: BenchConfig, cases: Sequence[Case], result: dict[str, Any]) ->
         f"<p>{_EXPLANATION[config.compute]} {_LEGEND}</p>"
         f"<h2>All cases, geometric means</h2><table>{summary}</table>",
     ]
+    if layouts := by_layout(cases):
+        rows = [list(layouts[0]), *(list(row.values()) for row in layouts)]
+        cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+        table = "".join(f"<tr>{row}</tr>" for row in cells)
+        parts.append(f"<h2>By layout, geometric means</h2><table>{table}</table>")
     pages = {}
     for number, case in enumerate(cases):
         pages[f"case{number}"] = _timelines(case)
