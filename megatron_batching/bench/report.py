@@ -365,9 +365,11 @@ def _page(config: BenchConfig, cases: Sequence[Case], result: dict[str, Any]) ->
         f"<h2>All cases, geometric means</h2><table>{summary}</table>",
     ]
     if layouts := by_layout(cases):
-        rows = [list(layouts[0]), *(list(row.values()) for row in layouts)]
-        cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-        table = "".join(f"<tr>{row}</tr>" for row in cells)
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in layouts[0])
+        rows = (
+            "".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) for row in layouts
+        )
+        table = f"<tr>{head}</tr>" + "".join(f"<tr>{row}</tr>" for row in rows)
         parts.append(f"<h2>By layout, geometric means</h2><table>{table}</table>")
     pages = {}
     for number, case in enumerate(cases):
@@ -424,7 +426,8 @@ _EXPLANATION = {
 _LEGEND = (
     "&ldquo;No count&rdquo; and the like: the plan with this one thing as verl has it. "
     "M: micro-batches of a replica. Spread: slowest less fastest step, over the median. Of bound: "
-    "the step over the least time that any plan of the mini-batch can take. Bubble: share of rank "
+    "the step over the least time that any plan of the mini-batch can take. Possible: the other "
+    "method's step over that bound; no plan gains more. Bubble: share of rank "
     "time spent on no op, and the three things that ranks waited for most: an activation, a "
     "gradient, an exchange of shapes, a peer to take what was sent, the host (none of these), or "
     "the end (no ops left)."
