@@ -269,16 +269,33 @@ class Search:
                     last_gain = setting[0]
                 if old is None or candidate.time < old[0]:
                     winner[rank] = candidate.time, setting
-            finalists = table.finalists()
-            if finalists and (
-                setting[0] > max(REACH * last_gain, last_gain + self.layout.pp)
-                or self._good_enough(min(finalists, key=_time))
-            ):
+            if self._is_done(table, winner, setting[0], last_gain, len(ranks)):
                 break
         wins: dict[Setting, int] = {}
         for _, setting in winner.values():
             wins[setting] = wins.get(setting, 0) + 1
         return wins
+
+    def _is_done(
+        self,
+        table: Table,
+        winner: dict[int, tuple[float, Setting]],
+        count: int,
+        last_gain: int,
+        num_ranks: int,
+    ) -> bool:
+        """Whether every rank of a sweep has a plan, and higher counts need not be tried."""
+        if table.same_count:
+            finalists = table.finalists()
+            if not finalists:
+                return False
+            time = min(finalists, key=_time).time
+        elif len(winner) < num_ranks:
+            return False
+        else:
+            time = max(winner.values())[0]
+        past_reach = count > max(REACH * last_gain, last_gain + self.layout.pp)
+        return past_reach or time <= self.enough
 
     def _candidates(
         self, shares: Shares, ranks: list[int], setting: Setting, quick: bool
