@@ -7,13 +7,15 @@ every rank ends so, and rank 0 alone speaks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
+import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -31,6 +33,7 @@ app = typer.Typer(
 )
 
 _PATIENCE_S = 10.0
+_QUOTE = "'"
 
 Lengths = Annotated[
     str,
@@ -349,16 +352,29 @@ def _plan(
         raise ValueError("pass exactly one of --max-tokens and --micro-batch-size")
     names = ("max_tokens_per_micro_batch", "micro_batch_size")
     options = dict(zip(names, limits, strict=True)) | dict(options)
-    try:
+    named = {name: f"--{name.replace('_', '-')}" for name in (*sizes, *options)}
+    named["max_tokens_per_micro_batch"] = "--max-tokens"
+    values = read_lengths(lengths)
+    with _naming(named):
         layout = Layout(**sizes)  # type: ignore[arg-type]
         batching = BatchingOptions(**options)
-        model = load_cost_model(cost, layout) if cost else None
-        return plan_mini_batch(read_lengths(lengths), layout, batching, cost_model=model)
+    model = load_cost_model(cost, layout) if cost else None
+    with _naming(named):
+        return plan_mini_batch(values, layout, batching, cost_model=model)
+
+
+@contextlib.contextmanager
+def _naming(options: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name options of the command line instead of the arguments behind them."""
+    try:
+        yield
     except ValueError as error:
-        flags = {name: f"--{name.replace('_', '-')}" for name in (*sizes, *options)}
-        flags["max_tokens_per_micro_batch"] = "--max-tokens"
-        assignment = rf"\b({'|'.join(flags)})=('?)([^\s',;:]+)\2"
-        said = re.sub(assignment, lambda found: f"{flags[found[1]]} {found[3]}", str(error))
+        assignment = rf"\b({'|'.join(options)})=('[^']*'|[^\s',;:]+)"
+        said = re.sub(
+            assignment,
+            lambda found: f"{options[found[1]]} {shlex.quote(found[2].strip(_QUOTE))}",
+            str(error),
+        )
         raise ValueError(said) from error
 
 

@@ -345,7 +345,7 @@ def test_calibrate_from_a_recording(
 
 def test_report_shows_every_method(tmp_path: Path, plan: MicroBatchPlan) -> None:
     from megatron_batching.bench.measure import Case, Measured, predict
-    from megatron_batching.bench.report import summarize, write_report
+    from megatron_batching.bench.report import by_layout, summarize, write_report
     from megatron_batching.bench.suite import machine
 
     config = BenchConfig(layouts=[LAYOUT], traces=[Trace()], methods=["verl", "planned"])
@@ -385,16 +385,25 @@ def test_report_shows_every_method(tmp_path: Path, plan: MicroBatchPlan) -> None
     result = {"compute": "paced", "machine": machine(), **summary}
     written = write_report(config, [case], result, tmp_path)
     assert all(path.exists() for path in written)
-    (row,) = [
+    (line,) = [
         line for line in (tmp_path / "bench.md").read_text().splitlines() if "@azure_code" in line
     ]
-    assert "| 3.000 | 2.000 |" in row
-    assert "| 1.50x | 1.25 |" in row
-    by_layout = (tmp_path / "bench.md").read_text().splitlines()[-1]
-    assert by_layout.endswith("| 1 | 1.50x | 1.50x | 1.50x | 1.88x | 1.25 (1.25) | - (-) |")
+    assert "| 3.000 | 2.000 |" in line
+    assert "| 1.50x | 1.25 |" in line
+    last = (tmp_path / "bench.md").read_text().splitlines()[-1]
+    assert last.endswith("| 1 | 1.50x | 1.50x | 1.50x | 1.88x | 1.25 (1.25) | - (-) |")
     page = (tmp_path / "report.html").read_text()
     assert "no &lt;order&gt;" in page
     assert "<order>" not in page
     pages = json.loads(page.split("application/json>")[1].split("</script>")[0])
     assert "planned, predicted" in pages["case0"]
     assert len(list((tmp_path / "recordings").iterdir())) == 2 * 3
+
+    # Where verl found no micro-batches a trace has no speed-up over it.
+    alone = [Measured(row=dict(m.row), recording=m.recording, predicted=None) for m in measured[1:]]
+    for method in alone:
+        del method.row["speed_up_over_verl"]
+    without_verl = Case(layout=LAYOUT, trace=Trace(), methods=tuple(alone))
+    (row,) = by_layout([case, without_verl])
+    assert (row["traces"], row["most"]) == ("1", "1.50x")
+    assert by_layout([without_verl]) == []

@@ -153,7 +153,9 @@ PLAN_ERRORS = {
     ),
     "option value": ("40\n", ["--max-tokens=lots"], ["--max-tokens", "integer"]),
     "unknown option": ("40\n", ["--max-token-count=5"], ["--max-token-count"]),
-    "oversize": ("40\n", ["--max-tokens=50", "--oversize=drop"], ["drop", "alone"]),
+    "oversize": ("40\n", ["--max-tokens=50", "--oversize=drop"], ["--oversize drop", "alone"]),
+    "two words": ("40\n", ["--max-tokens=50", "--balance=a, b"], ["--balance 'a, b' is unknown"]),
+    "a file's name": ("40\n", ["--max-tokens=50", "--cost=pp=4"], ["'pp=4' cannot be read"]),
 }
 
 

@@ -72,6 +72,21 @@ def test_efficiency_on_real_lengths(name, pp, vpp, least):
     assert plan.predicted.efficiency >= least
 
 
+@pytest.mark.parametrize("most", [5, None])
+def test_one_replica_of_many_needs_another_group_than_the_others(most):
+    """24 replicas, of which only some are swept; one needs 5 micro-batches, legal with g = 5."""
+    lengths = [2000] + [70] * 21 + [60] * 5 + [10]
+    owners = [*range(22), *[22] * 5, 23]
+    wanted = BatchingOptions(
+        max_tokens_per_micro_batch=100,
+        oversize="alone",
+        balance="none",
+        max_num_micro_batches=most,
+    )
+    plan = plan_mini_batch(lengths, Layout(pp=4, vpp=2, dp=24), wanted, owners=owners)
+    assert plan.predicted.efficiency > 0.99
+
+
 def test_budget_is_counted_in_plans():
     layout = Layout(pp=4)
     lengths = sample_lengths("azure_conv", 40)

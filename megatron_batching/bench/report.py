@@ -161,29 +161,34 @@ def _possible(other: str, cases: Sequence[Case]) -> dict[str, float]:
     }
 
 
-def by_layout(cases: Sequence[Case], other: str = "verl") -> list[dict[str, Any]]:
+def by_layout(cases: Sequence[Case], other: str = "verl") -> list[dict[str, str]]:
     """`planned` against `other`, one row a layout: geometric means over its traces."""
-    rows = []
+    table = []
     for layout in dict.fromkeys(case.layout for case in cases):
         own = [case for case in cases if case.layout == layout]
-        summary = summarize(own)
-        if f"speed_up_over_{other}" not in summary:
+        ratios = [
+            row[f"speed_up_over_{other}"]
+            for case in own
+            if (row := _row(case, "planned")) and f"speed_up_over_{other}" in row
+        ]
+        if not ratios:
             continue
-        most = max(row[f"speed_up_over_{other}"] for case in own if (row := _row(case, "planned")))
-        row = {
+        summary = summarize(own)
+        cells = {
             "layout": layout_name(layout),
-            "traces": str(len(own)),
+            "traces": str(len(ratios)),
             f"planned over {other}": f"{summary[f'speed_up_over_{other}']:.2f}x",
-            "least": f"{summary[f'least_speed_up_over_{other}']:.2f}x",
-            "most": f"{most:.2f}x",
-            "possible": _number(summary.get(f"possible_over_{other}"), ".2f") + "x",
+            "least": f"{min(ratios):.2f}x",
+            "most": f"{max(ratios):.2f}x",
         }
+        if f"possible_over_{other}" in summary:
+            cells["possible"] = f"{summary[f'possible_over_{other}']:.2f}x"
         for name in ("work", "longest_sample"):
             mean = _number(summary.get(f"over_bound_set_by_{name}"), ".2f")
             worst = _number(summary.get(f"worst_over_bound_set_by_{name}"), ".2f")
-            row[f"step over bound set by {name.replace('_', ' ')} (worst)"] = f"{mean} ({worst})"
-        rows.append(row)
-    return rows
+            cells[f"step over bound set by {name.replace('_', ' ')} (worst)"] = f"{mean} ({worst})"
+        table.append(cells)
+    return table
 
 
 def _row(case: Case, method: str) -> dict[str, Any] | None:

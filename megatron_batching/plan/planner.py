@@ -72,6 +72,7 @@ def lower_bounds_of(
     layout: Layout,
     options: BatchingOptions,
     cost_model: CostModel | None = None,
+    owners: Sequence[int] | None = None,
 ) -> tuple[float, float]:
     """Step times that no plan of a mini-batch can beat; `predicted.lower_bound` is the greater.
 
@@ -80,13 +81,14 @@ def lower_bounds_of(
         layout: sizes of the run.
         options: limits of the micro-batches.
         cost_model: times; None counts tokens.
+        owners: as in `plan_mini_batch`; they do not change the bounds.
 
     Returns:
         What the work of the ranks sets, and what the trip of one sample through the pipeline sets,
         in the cost model's unit.
 
     Raises:
-        ValueError: as `plan_mini_batch`.
+        ValueError: lengths, owners or groups that cannot be planned.
 
     >>> lengths, options = [100, 10, 10, 10], BatchingOptions(max_tokens_per_micro_batch=100)
     >>> lower_bounds_of(lengths, Layout(pp=4), options)
@@ -94,7 +96,7 @@ def lower_bounds_of(
     """
     model = cost_model if cost_model is not None else uniform_cost_model(layout)
     model.check_layout(layout)
-    packer = Packer(gather_items(lengths, layout, options), layout, options, model)
+    packer = Packer(gather_items(lengths, layout, options, owners), layout, options, model)
     return lower_bounds(packer, layout, options)
 
 

@@ -54,6 +54,7 @@ def predict(
         step_time = max(step_time, float(step_times(packer, layout, group, stacked).max()))
         schedule = make_schedule(layout, group, count, packer.forward_only)
         np.maximum(peaks, _peak_tokens(schedule, stacked[:, :, 1]), out=peaks)
+    bound = min(bound, step_time)  # where the plan is at the bound, but for rounding
     busy = sum(float(packer.model.load(rows, packer.forward_only).sum()) for rows in features)
     return Prediction(
         step_time=step_time,

@@ -269,7 +269,9 @@ class Search:
                     last_gain = setting[0]
                 if old is None or candidate.time < old[0]:
                     winner[rank] = candidate.time, setting
-            if self._is_done(table, winner, setting[0], last_gain, len(ranks)):
+            if setting[0] >= least.max() and self._is_done(
+                table, winner, setting[0], last_gain, len(ranks)
+            ):
                 break
         wins: dict[Setting, int] = {}
         for _, setting in winner.values():
@@ -284,7 +286,11 @@ class Search:
         last_gain: int,
         num_ranks: int,
     ) -> bool:
-        """Whether every rank of a sweep has a plan, and higher counts need not be tried."""
+        """Whether every rank of a sweep has a plan, and higher counts need not be tried.
+
+        It is asked from the highest count on that any rank needs, in this sweep or in another: a
+        plan needs candidates of all ranks for one group, and not every count is legal in each.
+        """
         if table.same_count:
             finalists = table.finalists()
             if not finalists:
