@@ -54,12 +54,11 @@ def predict(
         step_time = max(step_time, float(step_times(packer, layout, group, stacked).max()))
         schedule = make_schedule(layout, group, count, packer.forward_only)
         np.maximum(peaks, _peak_tokens(schedule, stacked[:, :, 1]), out=peaks)
-    bound = min(bound, step_time)  # where the plan is at the bound, but for rounding
     busy = sum(float(packer.model.load(rows, packer.forward_only).sum()) for rows in features)
     return Prediction(
         step_time=step_time,
         lower_bound=bound,
-        efficiency=bound / step_time,
+        efficiency=min(1.0, bound / step_time),  # 1 at the bound, whatever rounding says
         bubble_fraction=max(0.0, 1.0 - busy / (len(packings) * layout.pp * step_time)),
         peak_tokens_in_flight=tuple(peaks.tolist()),
         unit=packer.model.unit,
