@@ -33,7 +33,6 @@ app = typer.Typer(
 )
 
 _PATIENCE_S = 10.0
-_QUOTE = "'"
 
 Lengths = Annotated[
     str,
@@ -115,14 +114,15 @@ def plan(
 ) -> None:
     """Cut one mini-batch into micro-batches."""
     sizes = {"pp": pp, "vpp": vpp, "dp": dp, "tp": tp, "cp": cp, "group": group}
-    limits = max_tokens, micro_batch_size
     options = {
+        "max_tokens_per_micro_batch": max_tokens,
+        "micro_batch_size": micro_batch_size,
         "align": align,
         "oversize": oversize,
         "sample_groups": sample_groups,
         "balance": balance,
     }
-    made = _plan(lengths, sizes, limits, options, cost)
+    made = _plan(lengths, sizes, options, cost)
     print(json.dumps(made.to_json()) if as_json else made.describe())
 
 
@@ -174,8 +174,15 @@ def simulate(
 
     def make(text: str, method: str) -> MicroBatchPlan:
         sizes = {"pp": pp, "vpp": vpp, "dp": dp, "tp": tp, "cp": cp, "group": group}
-        options = {"align": align, "oversize": oversize, "balance": balance, "method": method}
-        return _plan(text, sizes, (max_tokens, micro_batch_size), options, cost)
+        options = {
+            "max_tokens_per_micro_batch": max_tokens,
+            "micro_batch_size": micro_batch_size,
+            "align": align,
+            "oversize": oversize,
+            "balance": balance,
+            "method": method,
+        }
+        return _plan(text, sizes, options, cost)
 
     plans = [("plan", read_plan(source) or make(source, "search"))]
     if compare == "baseline":
@@ -335,7 +342,6 @@ def calibrate(
 def _plan(
     lengths: str,
     sizes: Mapping[str, int | None],
-    limits: tuple[int | None, int | None],
     options: Mapping[str, Any],
     cost: str | None,
 ) -> MicroBatchPlan:
@@ -348,10 +354,8 @@ def _plan(
         read_lengths,
     )
 
-    if sum(limit is not None for limit in limits) != 1:
+    if (options["max_tokens_per_micro_batch"] is None) == (options["micro_batch_size"] is None):
         raise ValueError("pass exactly one of --max-tokens and --micro-batch-size")
-    names = ("max_tokens_per_micro_batch", "micro_batch_size")
-    options = dict(zip(names, limits, strict=True)) | dict(options)
     named = {name: f"--{name.replace('_', '-')}" for name in (*sizes, *options)}
     named["max_tokens_per_micro_batch"] = "--max-tokens"
     values = read_lengths(lengths)
@@ -370,12 +374,12 @@ def _naming(options: Mapping[str, str]) -> Iterator[None]:
         yield
     except ValueError as error:
         assignment = rf"\b({'|'.join(options)})=('[^']*'|[^\s',;:]+)"
-        said = re.sub(
-            assignment,
-            lambda found: f"{options[found[1]]} {shlex.quote(found[2].strip(_QUOTE))}",
-            str(error),
-        )
-        raise ValueError(said) from error
+
+        def as_option(found: re.Match[str]) -> str:
+            value = found[2].strip("'")
+            return f"{options[found[1]]} {shlex.quote(value)}"
+
+        raise ValueError(re.sub(assignment, as_option, str(error))) from error
 
 
 def _numbers(option: str, text: str) -> list[int]:

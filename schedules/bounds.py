@@ -48,9 +48,7 @@ def trip_bound(schedule: PipelineSchedule, times: StageTimes) -> float:
     begins, and the backward of every j after m runs when the trip is over, all on one rank, which
     runs one op at a time. Forward-only: the forwards of later j on the last stage follow.
     """
-    forward, backward = _arrays(schedule, times)
-    passing = _passing(schedule, forward, backward)
-    return float(((forward + backward).sum(axis=1) - passing).max() + passing.sum())
+    return _longest_trip(schedule, *_arrays(schedule, times))
 
 
 def rank_work_bound(schedule: PipelineSchedule, times: StageTimes) -> float:
@@ -160,8 +158,7 @@ def lower_bound_any_partition(
             f"[samples, {expected[1]}] and [1, {expected[1]}]"
         )
     count = schedule.num_micro_batches
-    passing = _passing(schedule, forward, backward)
-    trip = float(((forward + backward).sum(axis=1) - passing).max() + passing.sum())
+    trip = _longest_trip(schedule, forward, backward)
     trip += float((base_forward + base_backward).sum())
     trip += (count - 1) * float(_passing(schedule, base_forward, base_backward)[0])
     least_forward = base_forward if dummies else base_forward + forward
@@ -187,6 +184,12 @@ def _arrays(schedule: PipelineSchedule, times: StageTimes) -> tuple[FloatArray, 
 def _passing(schedule: PipelineSchedule, forward: FloatArray, backward: FloatArray) -> FloatArray:
     """[M] least time that each micro-batch takes before or after another one's trip."""
     return np.minimum(forward[:, 0], forward[:, -1] if schedule.forward_only else backward[:, 0])
+
+
+def _longest_trip(schedule: PipelineSchedule, forward: FloatArray, backward: FloatArray) -> float:
+    """`trip_bound` of micro-batches, or of samples, with these times [M, S]."""
+    passing = _passing(schedule, forward, backward)
+    return float(((forward + backward).sum(axis=1) - passing).max() + passing.sum())
 
 
 def _last_chunk_stages(schedule: PipelineSchedule) -> range:

@@ -135,6 +135,11 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 41 else f"{text[:39]}.."
 
 
+def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """Why a text file could not be read, in words."""
+    return str(error.strerror) if isinstance(error, OSError) else "it is no UTF-8 text"
+
+
 def one_line(error: BaseException) -> str:
     """An error's message in one line."""
     return " ".join(str(error).split())

@@ -115,7 +115,6 @@ def main() -> None:
         sys.exit(0 if flat and max(result["loss_error_by_third"]) < 1e-3 else 1)
     result = train(Layout(**options.layout), options.steps)
     if result:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         write_text(options.output, json.dumps(result))
     shut_down()
 

@@ -71,7 +71,6 @@ def run_comparison(
     )
     if engine.placement.rank == 0:
         path = output_dir / "timeline.png"
-        output_dir.mkdir(parents=True, exist_ok=True)
         draw_png(timelines, path)
         console.print(f"timeline of one step of each: {path}")
     return {**results, **differences, "speed_up": speed_up}

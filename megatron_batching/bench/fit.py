@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from megatron_batching.bench.recording import Recording
 from megatron_batching.plan import CostModel
-from megatron_batching.schedules.files import write_text
+from megatron_batching.plan.cost import read_yaml
+from megatron_batching.schedules.files import one_line, write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,10 +189,8 @@ def read_link(path: str | None) -> Link:
     """The communication section of a cost file; nothing for any other cost model."""
     if path is None or not path.endswith((".yaml", ".yml")):
         return Link()
+    values = read_yaml(path)
     try:
-        values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         return Link(**values.get("communication", {}))
-    except (OSError, TypeError, AttributeError, YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(
-            f"cost file {path!r} cannot be read: {str(error).splitlines()[0]}"
-        ) from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"cost file {path!r} cannot be read: {one_line(error)}") from None

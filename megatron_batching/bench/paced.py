@@ -317,7 +317,6 @@ def _report(
         flush=True,
     )
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
         predicted = simulation.timeline(f"{case.name}, simulated")
         draw_png([predicted, timeline], output / f"case{number:02}.png")
         for source in (predicted, timeline):

@@ -102,23 +102,22 @@ def case_table(config: BenchConfig, case: Case) -> Table:
 
 def summarize(cases: Sequence[Case]) -> dict[str, Any]:
     """Geometric means of the speed-ups of `planned`, and what each feature is worth."""
-    planned = {id(c): _row(c, "planned") for c in cases}
     summary: dict[str, Any] = {}
     for other in ("verl", "plain", "baseline"):
-        ratios = [
-            (case, row[f"speed_up_over_{other}"])
-            for case in cases
-            if (row := planned[id(case)]) and f"speed_up_over_{other}" in row
-        ]
+        ratios = _figures(cases, "planned", f"speed_up_over_{other}")
         if not ratios:
             continue
-        deep = [r for case, r in ratios if case.layout.dp >= 2 and case.layout.vpp >= 2]
-        summary[f"speed_up_over_{other}"] = statistics.geometric_mean(r for _, r in ratios)
+        # What a plan at the lower bound would gain: no plan of any planner gains more.
+        possible = _figures([case for case, _ in ratios], other, "over_lower_bound")
+        for name, figures in (("speed_up", ratios), ("possible", possible)):
+            deep = [r for case, r in figures if case.layout.dp >= 2 and case.layout.vpp >= 2]
+            if figures:
+                mean = statistics.geometric_mean(r for _, r in figures)
+                summary[f"{name}_over_{other}"] = mean
+            if deep:
+                summary[f"{name}_over_{other}_dp2_vpp2"] = statistics.geometric_mean(deep)
         summary[f"least_speed_up_over_{other}"] = min(r for _, r in ratios)
-        if deep:
-            summary[f"speed_up_over_{other}_dp2_vpp2"] = statistics.geometric_mean(deep)
-        summary |= _possible(other, [case for case, _ in ratios])
-    rows = [row for row in planned.values() if row and "over_lower_bound" in row]
+    rows = [row for case in cases if (row := _row(case, "planned")) and "over_lower_bound" in row]
     for name, wanted in (("work", False), ("longest_sample", True)):
         ratios_to_bound = [
             row["over_lower_bound"] for row in rows if row["longest_sample_sets_bound"] is wanted
@@ -145,44 +144,29 @@ def summarize(cases: Sequence[Case]) -> dict[str, Any]:
     return summary
 
 
-def _possible(other: str, cases: Sequence[Case]) -> dict[str, float]:
-    """What a plan at the lower bound would gain over `other`: no plan of any planner gains more."""
-    over_bound = [
-        (case, row["over_lower_bound"])
-        for case in cases
-        if (row := _row(case, other)) and "over_lower_bound" in row
-    ]
-    deep = [ratio for case, ratio in over_bound if case.layout.dp >= 2 and case.layout.vpp >= 2]
-    names = ("possible_over_{}", "possible_over_{}_dp2_vpp2")
-    return {
-        name.format(other): statistics.geometric_mean(ratios)
-        for name, ratios in zip(names, ([r for _, r in over_bound], deep), strict=True)
-        if ratios
-    }
+def _figures(cases: Sequence[Case], method: str, key: str) -> list[tuple[Case, float]]:
+    """One figure of a method, of the cases that have it."""
+    return [(case, row[key]) for case in cases if (row := _row(case, method)) and key in row]
 
 
-def by_layout(cases: Sequence[Case], other: str = "verl") -> list[dict[str, str]]:
-    """`planned` against `other`, one row a layout: geometric means over its traces."""
+def by_layout(cases: Sequence[Case]) -> list[dict[str, str]]:
+    """`planned` against `verl`, one row a layout: geometric means over its traces."""
     table = []
     for layout in dict.fromkeys(case.layout for case in cases):
         own = [case for case in cases if case.layout == layout]
-        ratios = [
-            row[f"speed_up_over_{other}"]
-            for case in own
-            if (row := _row(case, "planned")) and f"speed_up_over_{other}" in row
-        ]
+        ratios = [ratio for _, ratio in _figures(own, "planned", "speed_up_over_verl")]
         if not ratios:
             continue
         summary = summarize(own)
         cells = {
             "layout": layout_name(layout),
             "traces": str(len(ratios)),
-            f"planned over {other}": f"{summary[f'speed_up_over_{other}']:.2f}x",
+            "planned over verl": f"{summary['speed_up_over_verl']:.2f}x",
             "least": f"{min(ratios):.2f}x",
             "most": f"{max(ratios):.2f}x",
         }
-        if f"possible_over_{other}" in summary:
-            cells["possible"] = f"{summary[f'possible_over_{other}']:.2f}x"
+        if "possible_over_verl" in summary:
+            cells["possible"] = f"{summary['possible_over_verl']:.2f}x"
         for name in ("work", "longest_sample"):
             mean = _number(summary.get(f"over_bound_set_by_{name}"), ".2f")
             worst = _number(summary.get(f"worst_over_bound_set_by_{name}"), ".2f")
@@ -248,7 +232,7 @@ def markdown(cases: Sequence[Case], summary: dict[str, Any]) -> str:
     others = [other for other in ("verl", "plain", "baseline") if other in whole]
     head = ["layout", "trace", "bound s", *(f"{name} s" for name in whole), "predicted s"]
     head += [*(f"vs {other}" for other in others), *parts]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    table = []
     for case in cases:
         rows = {m.row["method"]: m.row for m in case.methods}
         planned = rows.get("planned", {})
@@ -262,13 +246,20 @@ def markdown(cases: Sequence[Case], summary: dict[str, Any]) -> str:
         for part in parts:
             ratio = rows.get(part, {}).get("speed_up_over_planned")
             cells.append("-" if ratio is None else f"{1 / ratio:.2f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| all cases, geometric means | |", "|---|---|"]
-    lines += [f"| {name} | {text} |" for name, text in _summary_lines(summary)]
+        table.append(cells)
+    lines = _markdown_table(head, table)
+    lines += ["", *_markdown_table(["all cases, geometric means", ""], _summary_lines(summary))]
     if layouts := by_layout(cases):
-        lines += ["", "| " + " | ".join(layouts[0]) + " |", "|---" * len(layouts[0]) + "|"]
-        lines += ["| " + " | ".join(row.values()) + " |" for row in layouts]
+        lines += ["", *_markdown_table(list(layouts[0]), [list(row.values()) for row in layouts])]
     return "\n".join(lines) + "\n"
+
+
+def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(head) + " |",
+        "|---" * len(head) + "|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
 
 
 def write_report(

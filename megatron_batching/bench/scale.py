@@ -190,8 +190,7 @@ def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> Path:
             axis.spines[side].set_visible(False)
     left.axhline(1.0, color="black", lw=0.9)
     left.legend(frameon=False)
-    write_whole(path, lambda partial: figure.savefig(partial, dpi=130))
-    return path
+    return write_whole(path, lambda partial: figure.savefig(partial, dpi=130))
 
 
 def main() -> None:

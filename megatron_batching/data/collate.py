@@ -200,11 +200,8 @@ def collate(
             whole = whole.pin_memory()
         return whole.to(device, non_blocking=True)
 
-    for name in fields:
-        for sample in samples:
-            if name not in sample.fields:
-                given = ", ".join(sample.fields) or "none"
-                raise ValueError(f"a sample has no field {name}; the objective needs it ({given})")
+    for sample in samples:
+        sample.require_fields(fields)
     # An entry of a sample's mask or field concerns predicting its token, which the position before
     # does.
     masks = [s.loss_mask[1:].double() for s in samples]

@@ -53,6 +53,16 @@ class Sample:
     def __len__(self) -> int:
         return self.input_ids.numel()
 
+    def require_fields(self, names: Sequence[str], called: str = "a sample") -> None:
+        """Raise ValueError unless every field is there; `called` is what the error names."""
+        for name in names:
+            if name not in self.fields:
+                given = ", ".join(self.fields) or "none"
+                raise ValueError(
+                    f"{called} has no field {name}, which the objective needs (given: {given}): "
+                    "pass it in Sample.fields"
+                )
+
     @property
     def num_loss_tokens(self) -> float:
         """Sum of the mask over the tokens that are predicted (all but the first)."""

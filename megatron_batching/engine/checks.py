@@ -100,10 +100,4 @@ def check_same_step(plan: MicroBatchPlan, counts: Counts, kind: str, device: tor
 def check_fields(samples: Mapping[int, Sample], names: Sequence[str]) -> None:
     """Raise ValueError before any message is sent unless every sample has what the loss needs."""
     for i, sample in samples.items():
-        for name in names:
-            if name not in sample.fields:
-                given = ", ".join(sample.fields) or "none"
-                raise ValueError(
-                    f"sample {i} has no field {name}, which the objective needs (given: {given}): "
-                    "pass it in Sample.fields"
-                )
+        sample.require_fields(names, f"sample {i}")

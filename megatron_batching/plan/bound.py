@@ -33,46 +33,39 @@ def lower_bounds(packer: Packer, layout: Layout, options: BatchingOptions) -> tu
 def _work(packer: Packer, layout: Layout, options: BatchingOptions, count: int) -> float:
     """count: fewest micro-batches of a replica."""
     model, pp = packer.model, layout.pp
-    backward_coefficients = model.backward * (0.0 if packer.forward_only else 1.0)
-    both = model.forward + backward_coefficients
-    single = packer.alone
     num_micro_batches = float(count * layout.dp)
     if not packer.padded and options.oversize == "error":
         num_micro_batches = max(num_micro_batches, -(-packer.weights.sum() // packer.cap))
     work = np.array([num_micro_batches, packer.items.tokens.sum(), packer.items.pairs.sum()])
-    smallest = np.array([1.0, single[:, 1].min(), single[:, 2].min()])
+    smallest = np.array([1.0, packer.alone[:, 1].min(), packer.alone[:, 2].min()])
     smallest[1:] = np.minimum(smallest[1:], [packer.dummy_tokens, packer.dummy_tokens**2])
-    forward, backward = weigh(smallest, model.forward), weigh(smallest, backward_coefficients)
+    forward = weigh(smallest, model.forward)
     # Rank r starts after the ranks before it in the first chunk. Backward ends on those again;
     # without backward, the last chunk's later ranks follow.
     head = np.concatenate([[0.0], np.cumsum(forward[: pp - 1])])
     if packer.forward_only:
         tail = np.concatenate([[0.0], np.cumsum(forward[::-1][: pp - 1])])[::-1]
     else:
-        tail = np.concatenate([[0.0], np.cumsum(backward[: pp - 1])])
-    return float((head + _rank_work(both, work, pp) / layout.dp + tail).max())
+        tail = np.concatenate([[0.0], np.cumsum(weigh(smallest, model.backward)[: pp - 1])])
+    return float((head + _rank_work(packer, work, pp) / layout.dp + tail).max())
 
 
 def _trip(packer: Packer, layout: Layout, count: int) -> float:
     """The best over all items of their trip and the passing of others, at least `count` in all."""
-    model = packer.model
-    both = model.forward + model.backward * (0.0 if packer.forward_only else 1.0)
+    model, whole = packer.model, _per_stage(packer).sum(0)
     ends = np.stack(
         [model.forward[0], model.forward[-1] if packer.forward_only else model.backward[0]]
     )
-    # [I + 1]: the items and, last, a micro-batch with nothing in it
-    parts = np.vstack([packer.alone, [1.0, 0.0, 0.0]])
-    trips = weigh(parts, both.sum(0)[None])[:, 0]
-    passing = weigh(parts, ends).min(axis=1)
-    trips, empty_trip = trips[:-1], trips[-1]
-    passing, empty_passing = passing[:-1], passing[-1]
-    own = trips + empty_trip + (count - 1) * empty_passing
+    trips = weigh(packer.alone, whole[None])[:, 0]
+    passing = weigh(packer.alone, ends).min(axis=1)
+    # The overhead of the item's micro-batch, and of those that pass it.
+    own = trips + whole[0] + (count - 1) * ends[:, 0].min()
     if layout.dp == 1:
         return float((own - passing).max() + passing.sum())
     # Others may run on other replicas, whose first ranks then work longer. At best x of the first
     # rank's work stays with the item, passing in at least `share` of its time, and the step takes
     # own + share * x here and (rest - x) / (dp - 1) there.
-    work = _rank_work(both, packer.alone, layout.pp)[:, 0]
+    work = _rank_work(packer, packer.alone, layout.pp)[:, 0]
     share = float((passing / np.maximum(work, 1e-300)).min())
     rest, others = work.sum() - work, layout.dp - 1
     kept = np.clip((rest / others - own) / (share + 1 / others), 0.0, rest)
@@ -84,13 +77,18 @@ def work_bound(packer: Packer, shares: list[np.ndarray], pp: int) -> float:
 
     It is the work of the busiest rank with the overhead of a single micro-batch.
     """
-    items, model = packer.items, packer.model
-    both = model.forward + model.backward * (0.0 if packer.forward_only else 1.0)
+    items = packer.items
     sums = [[1.0, items.tokens[share].sum(), items.pairs[share].sum()] for share in shares]
-    return float(_rank_work(both, np.array(sums), pp).max())
+    return float(_rank_work(packer, np.array(sums), pp).max())
 
 
-def _rank_work(both: np.ndarray, features: np.ndarray, pp: int) -> np.ndarray:
+def _per_stage(packer: Packer) -> np.ndarray:
+    """[S, 3] coefficients of all that a stage does for a micro-batch."""
+    model = packer.model
+    return model.forward if packer.forward_only else model.forward + model.backward
+
+
+def _rank_work(packer: Packer, features: np.ndarray, pp: int) -> np.ndarray:
     """Time [..., pp] in which each rank computes for features [..., 3] in all."""
-    stages = weigh(features, both)
+    stages = weigh(features, _per_stage(packer))
     return stages.reshape(*stages.shape[:-1], -1, pp).sum(axis=-2)

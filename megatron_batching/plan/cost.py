@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_batching.plan.layout import Layout
-from megatron_batching.schedules.files import entry, one_line, parsing, read_json
+from megatron_batching.schedules.files import entry, one_line, parsing, read_json, why_unreadable
 
 NUM_FEATURES = 3
 # Reading a stage's bf16 weights once (2 bytes a parameter) takes as long as computing this many
@@ -194,7 +194,7 @@ def load_cost_model(source: str, layout: Layout) -> CostModel:
     if source == "tokens":
         return uniform_cost_model(layout)
     is_yaml = source.endswith((".yaml", ".yml"))
-    value = _read_yaml(source) if is_yaml else read_json(source)
+    value = read_yaml(source) if is_yaml else read_json(source)
     if not isinstance(value, dict):
         raise ValueError(f"cost model {source!r} must be a mapping with forward and backward")
     if is_yaml:
@@ -207,14 +207,13 @@ def load_cost_model(source: str, layout: Layout) -> CostModel:
     return model
 
 
-def _read_yaml(source: str) -> Any:
+def read_yaml(source: str) -> Any:
     """Plain values; nothing in the file is resolved, so it cannot read the environment."""
     from omegaconf import OmegaConf
 
     try:
         text = Path(source).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise ValueError(f"{source!r} cannot be read: {reason}") from None
+        raise ValueError(f"{source!r} cannot be read: {why_unreadable(error)}") from None
     with parsing(f"{source!r} is not YAML"):
         return OmegaConf.to_container(OmegaConf.create(text), resolve=False)

@@ -25,6 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_batching.schedules.files import why_unreadable
+
 PROBABILITIES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99,
                  0.995, 0.999, 1.0)  # fmt: skip
 QUANTILES: dict[str, tuple[int, ...]] = {
@@ -77,9 +79,9 @@ def read_lengths(source: str, seed: int = 0) -> list[int]:
         with Path(source).open(newline="", encoding="utf-8-sig") as file:
             return parse_lengths(file, source)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise ValueError(
-            f"lengths file {source!r} cannot be read ({reason}): give a CSV, '-' or @name"
+            f"lengths file {source!r} cannot be read ({why_unreadable(error)}): give a CSV, '-' or "
+            "@name"
         ) from None
 
 

@@ -47,10 +47,8 @@ def plan_mini_batch(
     8
     """
     started = time.perf_counter()
-    model = cost_model if cost_model is not None else uniform_cost_model(layout)
-    model.check_layout(layout)
-    items = gather_items(lengths, layout, options, owners)
-    packer = Packer(items, layout, options, model)
+    packer = _packer(lengths, layout, options, cost_model, owners)
+    items = packer.items
     search = Search(packer, layout, options)
     group, packings = search.run()
     return MicroBatchPlan(
@@ -94,10 +92,20 @@ def lower_bounds_of(
     >>> lower_bounds_of(lengths, Layout(pp=4), options)
     (1059.75, 1075.5)
     """
+    packer = _packer(lengths, layout, options, cost_model, owners)
+    return lower_bounds(packer, layout, options)
+
+
+def _packer(
+    lengths: Sequence[int],
+    layout: Layout,
+    options: BatchingOptions,
+    cost_model: CostModel | None,
+    owners: Sequence[int] | None,
+) -> Packer:
     model = cost_model if cost_model is not None else uniform_cost_model(layout)
     model.check_layout(layout)
-    packer = Packer(gather_items(lengths, layout, options, owners), layout, options, model)
-    return lower_bounds(packer, layout, options)
+    return Packer(gather_items(lengths, layout, options, owners), layout, options, model)
 
 
 def _replica(rank: int, packing: Packing, packer: Packer, items: Items) -> ReplicaPlan:

@@ -122,7 +122,7 @@ class Search:
             if not found or shares is owned or attempt == NUM_REBALANCES:
                 break
             best = min(found, key=_time)
-            if self._good_enough(best):
+            if self._good_enough(best.time):
                 break
             idle = self._idle(shares, best.candidates)
             shares = self._feasible(rebalanced_shares(self.packer, shares, idle))
@@ -148,7 +148,7 @@ class Search:
 
     def _polished(self, finalists: list[Finalist]) -> Finalist:
         """The best of the finalists (fastest first) after polishing each."""
-        if self._good_enough(finalists[0]):
+        if self._good_enough(finalists[0].time):
             return finalists[0]
         seconds = finalists[0].time if self.packer.model.unit == "s" else None
         budget = self.options.search_budget or default_budget(
@@ -170,8 +170,8 @@ class Search:
             candidates=polish(self.packer, self.layout, group, candidates, moves_between, budget),
         )
 
-    def _good_enough(self, finalist: Finalist) -> bool:
-        return finalist.time <= self.enough
+    def _good_enough(self, time: float) -> bool:
+        return time <= self.enough
 
     def _idle(self, shares: Shares, candidates: list[Candidate]) -> np.ndarray:
         """[dp] time on all stages together that each replica loses."""
@@ -301,7 +301,7 @@ class Search:
         else:
             time = max(winner.values())[0]
         past_reach = count > max(REACH * last_gain, last_gain + self.layout.pp)
-        return past_reach or time <= self.enough
+        return past_reach or self._good_enough(time)
 
     def _candidates(
         self, shares: Shares, ranks: list[int], setting: Setting, quick: bool
