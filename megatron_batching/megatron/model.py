@@ -1,16 +1,13 @@
 """A GPT from Megatron-Core, cut into the model chunks of one pipeline rank.
 
 The layers are Megatron's own, with the layer spec that the installed libraries allow: Transformer
-Engine on a GPU when it is there, else Megatron's local modules. Initial weights are drawn from a
-generator seeded by each parameter's global name, so that they do not depend on how the model
-is laid out over pp, vpp, dp and tp; Megatron's own initialisation does depend on it, which would
-make runs under two layouts incomparable.
+Engine on a GPU when it is there, else Megatron's local modules. Initial weights come from
+`initial_weights`, so that they do not depend on the layout.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +28,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_batching.megatron.config import ModelConfig
+from megatron_batching.megatron.initial_weights import initialize_weights
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.value_head import ValueHead
 from megatron_batching.plan import Layout
@@ -169,7 +167,7 @@ def build_model(
         config.no_sync_func = [c.no_sync for c in chunks] if layout.vpp > 1 else chunks[0].no_sync
     if ddp.overlap_param_gather and ddp.align_param_gather and layout.vpp > 1:
         config.param_sync_func = [c.start_param_sync for c in chunks]
-    _initialize_weights(result, seed)
+    initialize_weights(result, seed)
     return result
 
 
@@ -213,46 +211,6 @@ def _unwrap(module: Any) -> GPTModel:
     while hasattr(module, "module"):
         module = module.module
     return module
-
-
-@torch.no_grad()
-def _initialize_weights(model: PipelineModel, seed: int) -> None:
-    """Draw each matrix from its own generator; vectors keep their constant initial value."""
-    tp_rank = model.placement.tp_rank
-    tp = model.placement.layout.tp
-    scaled = ("linear_proj.weight", "linear_fc2.weight")
-    with torch.random.fork_rng(devices=[]):
-        for name, parameter in model.named_parameters():
-            if parameter.dim() < 2:
-                continue
-            # A tied output layer holds the embedding's weight under a second name.
-            origin = name if name != "output_layer.weight" or not _is_tied(model) else _EMBEDDING
-            torch.manual_seed(zlib.crc32(f"{seed}/{origin}".encode()))
-            init = (
-                model.config.output_layer_init_method
-                if name.endswith(scaled)
-                else model.config.init_method
-            )
-            dim = getattr(parameter, "partition_dim", -1)
-            sharded = tp > 1 and getattr(parameter, "tensor_model_parallel", False) and dim >= 0
-            shape = list(parameter.shape)
-            if sharded:
-                shape[dim] *= tp
-            full = torch.empty(shape, dtype=torch.float32)
-            init(full)
-            if sharded:
-                # A gated first MLP matrix holds gate and up halves, each sharded on its own.
-                gated = model.config.gated_linear_unit and name.endswith("linear_fc1.weight")
-                halves = full.chunk(2, dim) if gated else (full,)
-                full = torch.cat([half.chunk(tp, dim)[tp_rank] for half in halves], dim)
-            parameter.copy_(full)
-
-
-_EMBEDDING = "embedding.word_embeddings.weight"
-
-
-def _is_tied(model: PipelineModel) -> bool:
-    return _unwrap(model.chunks[-1]).share_embeddings_and_output_weights
 
 
 def data_parallel_group() -> torch.distributed.ProcessGroup:
