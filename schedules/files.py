@@ -129,7 +129,7 @@ def shortened(value: Any) -> str:
     """The value in at most some dozen letters, for a message.
 
     >>> shortened([1] * 100)
-    '[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, ..'
+    '[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,..'
     """
     text = repr(value)
     return text if len(text) <= 41 else f"{text[:39]}.."

@@ -297,7 +297,7 @@ def fuzz_json(rng: random.Random) -> None:
     from megatron_batching.schedules import Timeline
 
     from megatron_batching.bench.recording import Recording
-    from megatron_batching.bench.simulate import read_json, read_plan, simulate_replica
+    from megatron_batching.bench.simulate import read_json, read_plan
 
     layout = Layout(pp=2, vpp=rng.choice([1, 2]), dp=rng.choice([1, 2]))
     plan = plan_mini_batch(
@@ -313,7 +313,7 @@ def fuzz_json(rng: random.Random) -> None:
     elif kind == "cost":
         value = model.to_json()
     else:
-        value = simulate_replica(plan, plan.replicas[0], model).timeline("step").to_json()
+        value = plan.simulate(0, model).timeline("step").to_json()
     how = rng.random()
     if how < 0.5:
         for _ in range(rng.randint(1, 3)):

@@ -72,7 +72,7 @@ def optimum(lengths: list[int], layout: Layout, cap: int, model: CostModel) -> f
                 features[:, :, power] = np.where(held == 0, 1, held)[:, :count]
             fits = (features[:, :, 1] <= cap).all(axis=1)
             subset = (chosen < count) @ (1 << np.arange(num_samples))
-            schedule = make_schedule(layout, group, count)
+            schedule = make_schedule(layout, group, count, forward_only=False)
             times = simulate_many(schedule, *model.times(features[fits]), COMMUNICATION)
             np.minimum.at(best, subset[fits], times)
         split = best[-1:] if layout.dp == 1 else np.maximum(best, best[::-1])

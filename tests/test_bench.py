@@ -22,14 +22,12 @@ from megatron_batching.schedules import Event, Op, Timeline
 
 from megatron_batching.bench.calibrate import calibration_rows
 from megatron_batching.bench.fit import Link, fit_cost_model, fit_stage, read_link, write_cost_file
-from megatron_batching.bench.methods import Method, plan_from_rows, without
+from megatron_batching.bench.methods import Method, without
 from megatron_batching.bench.recording import RankMessages, Recording
 from megatron_batching.bench.settings import BenchConfig, Trace, load_bench_config
 from megatron_batching.bench.simulate import (
     Outputs,
-    micro_batch_features,
     run_timeline,
-    simulate_replica,
 )
 from megatron_batching.cli import main
 from megatron_batching.megatron.messages import Message
@@ -39,6 +37,7 @@ from megatron_batching.plan import (
     Layout,
     MicroBatchPlan,
     load_cost_model,
+    plan_from_rows,
     plan_mini_batch,
     verl_cost_model,
 )
@@ -64,12 +63,12 @@ def recording(plan: MicroBatchPlan) -> Recording:
     events = [
         replace(event, dp_rank=replica.dp_rank)
         for replica in plan.replicas
-        for event in simulate_replica(plan, replica, MODEL).timeline().events
+        for event in plan.simulate(replica.dp_rank, MODEL).timeline().events
     ]
     return Recording(
         timeline=Timeline(events=tuple(events), title="step", source="measured"),
         features=tuple(
-            tuple(tuple(f) for f in micro_batch_features(plan, replica).tolist())
+            tuple(tuple(f) for f in plan.features(replica.dp_rank).tolist())
             for replica in plan.replicas
         ),
     )
@@ -246,7 +245,7 @@ def test_without_one_feature(plan: MicroBatchPlan) -> None:
         assert sorted(b.samples for b in ours.micro_batches) == sorted(
             b.samples for b in other.micro_batches
         )
-        loads = MODEL.load(micro_batch_features(plan, other)).tolist()
+        loads = MODEL.load(ordered.features(other.dp_rank)).tolist()
         middle = loads.index(max(loads))
         assert loads[:middle] == sorted(loads[:middle])
         assert loads[middle:] == sorted(loads[middle:], reverse=True)

@@ -98,10 +98,10 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from megatron_batching.bench.compute import GptCompute, build_engine
     from megatron_batching.bench.measure import trace_lengths
-    from megatron_batching.bench.methods import Method, plan_from_rows
+    from megatron_batching.bench.methods import Method
     from megatron_batching.bench.suite import machine
     from megatron_batching.megatron.parallel import initialize, shut_down
-    from megatron_batching.plan import BatchingOptions, plan_mini_batch
+    from megatron_batching.plan import BatchingOptions, plan_from_rows, plan_mini_batch
 
     placement = initialize(
         layout,
@@ -173,11 +173,10 @@ def _record(compute: Any, method: Any, repeats: int) -> tuple[list[Recording], f
     import torch.distributed as dist
 
     from megatron_batching.bench.gather import clock_offset, gather
-    from megatron_batching.bench.simulate import micro_batch_features
 
     offset = clock_offset(compute.device)
     features = [
-        [tuple(f) for f in micro_batch_features(method.plan, replica).tolist()]
+        [tuple(f) for f in method.plan.features(replica.dp_rank).tolist()]
         for replica in method.plan.replicas
     ]
     recordings, after, steps = [], [], []

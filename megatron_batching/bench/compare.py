@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from rich.table import Table
 from megatron_batching.data import synthetic_mini_batch
 from megatron_batching.engine.config import TrainConfig
 from megatron_batching.engine.pipeline import PipelineEngine, StepReport
-from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan, plan_mini_batch
+from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan, plan_from_rows
+from megatron_batching.plan.counts import legal_count
 from megatron_batching.schedules import Timeline, draw_png
 
 
@@ -80,27 +80,18 @@ def plain_plan(
     lengths: Sequence[int], layout: Layout, micro_batch_size: int, align: int = 1
 ) -> MicroBatchPlan:
     """Each replica's own samples, so many per padded micro-batch, in order of arrival."""
-    share = np.array_split(np.arange(len(lengths)), layout.dp)
-    ids = [rows // micro_batch_size + len(lengths) * i for i, rows in enumerate(_local(share))]
     options = BatchingOptions(
-        micro_batch_size=micro_batch_size,
-        packing="padded",
-        align=align,
-        balance="none",
-        method="baseline",
-        sample_groups=tuple(np.concatenate(ids).tolist()),
+        micro_batch_size=micro_batch_size, packing="padded", align=align, balance="none"
     )
-    plan = plan_mini_batch(lengths, layout, options)
-    replicas = tuple(
-        replace(r, micro_batches=tuple(sorted(r.micro_batches, key=lambda m: (m.dummy, m.samples))))
-        for r in plan.replicas
-    )
-    return replace(plan, replicas=replicas)
-
-
-def _local(shares: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Row numbers counted from the start of each share."""
-    return [rows - rows[0] if len(rows) else rows for rows in shares]
+    rows = [
+        [share[i : i + micro_batch_size].tolist() for i in range(0, len(share), micro_batch_size)]
+        for share in np.array_split(np.arange(len(lengths)), layout.dp)
+    ]
+    # Every replica runs as many as the fullest, raised to a count that the schedule takes.
+    group = layout.group or (layout.pp if layout.vpp > 1 else None)
+    count = legal_count(max(map(len, rows)), layout, group)
+    padded = [[*of_replica, *[[]] * (count - len(of_replica))] for of_replica in rows]
+    return plan_from_rows(lengths, layout, options, padded, group=group)
 
 
 def _summary(steps: Sequence[StepReport]) -> dict[str, float]:

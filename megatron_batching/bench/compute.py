@@ -26,10 +26,8 @@ from megatron_batching.bench.methods import Method
 from megatron_batching.bench.paced import Costs
 from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
 from megatron_batching.bench.settings import BenchConfig
-from megatron_batching.bench.simulate import micro_batch_features
 from megatron_batching.data import MiniBatch, synthetic_mini_batch
 from megatron_batching.engine.pipeline import PipelineEngine
-from megatron_batching.engine.run import replica_schedule
 from megatron_batching.megatron.messages import StepMessages
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.recorder import record_messages
@@ -98,15 +96,15 @@ class PacedCompute:
 
     def run(self, method: Method) -> Step:
         """Run one step."""
-        replica = method.plan.replicas[self.placement.dp_rank]
-        forward, backward = self._told.times(micro_batch_features(method.plan, replica))
+        features = method.plan.features(self.placement.dp_rank)
+        forward, backward = self._told.times(features)
         return self._run(method, StageTimes(forward=forward, backward=backward))
 
     def _run(self, method: Method, times: StageTimes | None) -> Step:
         plan, dp_rank = method.plan, self.placement.dp_rank
         batches = plan.replicas[dp_rank].micro_batches
         step = PacedStep(
-            schedule=replica_schedule(plan, dp_rank),
+            schedule=plan.schedule(dp_rank),
             times=times,
             shapes=[(1, 1 + batch.tokens // TOKENS_PER_VALUE) for batch in batches],
         )

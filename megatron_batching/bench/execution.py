@@ -28,7 +28,6 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -48,7 +47,7 @@ from megatron_batching.plan import (
     read_lengths,
     verl_cost_model,
 )
-from megatron_batching.schedules import PipelineSchedule, StageTimes, lower_bound
+from megatron_batching.schedules import StageTimes, lower_bound
 
 TRACES = ("@azure_code", "@azure_conv", "@deepseek_r1")
 LAYOUTS = ((2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2))
@@ -80,15 +79,11 @@ def make_case(trace: str, pp: int, vpp: int, *, num_samples: int, work_s: float)
     model = verl_cost_model(layout)
     cap = max(TOKEN_CAP, max(lengths))
     plan = plan_mini_batch(lengths, layout, BatchingOptions(max_tokens_per_micro_batch=cap), model)
-    micro_batches = plan.replicas[0].micro_batches
-    schedule = PipelineSchedule(
-        pp=pp, vpp=vpp, num_micro_batches=len(micro_batches), group=plan.group
-    )
-    features = [(1.0, m.tokens, sum(lengths[i] ** 2 for i in m.samples)) for m in micro_batches]
-    forward, backward = model.times(np.array(features, dtype=np.float64))
+    schedule = plan.schedule(0)
+    forward, backward = model.times(plan.features(0))
     scale = work_s * pp / (forward.sum() + backward.sum())
     times = StageTimes(forward=forward * scale, backward=backward * scale)
-    step = PacedStep(schedule=schedule, times=times, shapes=[(1, m.tokens) for m in micro_batches])
+    step = PacedStep(schedule=schedule, times=times, shapes=plan.shapes(0))
     name = trace if trace.startswith("@") else os.path.basename(trace)
     return Case(name, step, lower_bound(schedule, times))
 

@@ -25,12 +25,12 @@ from megatron_batching.bench.compute import (
 )
 from megatron_batching.bench.fit import Link
 from megatron_batching.bench.gather import clock_offset, gather
-from megatron_batching.bench.methods import VERL_HINT, Method, has_verl, make_methods
+from megatron_batching.bench.methods import Method, make_methods
 from megatron_batching.bench.paced import Costs, measure_costs
 from megatron_batching.bench.recording import Recording
 from megatron_batching.bench.settings import BenchConfig, Trace
-from megatron_batching.bench.simulate import micro_batch_features, simulate_replica
 from megatron_batching.bench.train import mini_batch_lengths
+from megatron_batching.bench.verl_cut import VERL_HINT, has_verl
 from megatron_batching.engine.config import DataConfig
 from megatron_batching.megatron.parallel import Placement, initialize
 from megatron_batching.plan import BatchingOptions, CostModel, Layout, lower_bounds_of
@@ -148,7 +148,7 @@ def measure_case(
             offset=offset,
             title=method.name,
             features=[
-                [tuple(f) for f in micro_batch_features(method.plan, replica).tolist()]
+                [tuple(f) for f in method.plan.features(replica.dp_rank).tolist()]
                 for replica in method.plan.replicas
             ],
         )
@@ -197,7 +197,7 @@ def predict(method: Method, model: CostModel, link: Link) -> tuple[Timeline, dic
     """
     communication = method.communication(**link.communication())
     simulations = [
-        simulate_replica(method.plan, replica, model, communication)
+        method.plan.simulate(replica.dp_rank, model, communication)
         for replica in method.plan.replicas
     ]
     slowest = max(simulations, key=lambda simulation: simulation.step_time)

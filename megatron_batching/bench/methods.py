@@ -10,34 +10,27 @@ what it is worth by itself.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_batching.bench.compare import plain_plan
 from megatron_batching.bench.settings import BenchConfig, Trace
-from megatron_batching.bench.simulate import micro_batch_features
+from megatron_batching.bench.verl_cut import has_verl, verl_rows
 from megatron_batching.plan import (
     BatchingOptions,
     CostModel,
     Layout,
-    MicroBatch,
     MicroBatchPlan,
-    ReplicaPlan,
+    plan_from_rows,
     plan_mini_batch,
 )
+from megatron_batching.plan.pack import small_ends
 from megatron_batching.schedules import Communication
-
-VERL_HINT = (
-    "verl is not installed: its method is left out (pip install 'megatron-batching[verl]'); "
-    "`baseline` is the same method as built in here"
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,11 +52,6 @@ class Method:
         return Communication(
             planned_shapes=self.planned_shapes, overlap_warmup_flush=self.planned_shapes, **costs
         )
-
-
-def has_verl() -> bool:
-    """Whether verl's partitioner can be imported."""
-    return all(importlib.util.find_spec(name) for name in ("verl", "tensordict"))
 
 
 def make_methods(
@@ -168,57 +156,19 @@ def _usual(
 
 
 def _ordered_as_usual(plan: MicroBatchPlan, model: CostModel) -> MicroBatchPlan:
-    replicas = []
+    rows = []
     for replica in plan.replicas:
-        loads = model.load(micro_batch_features(plan, replica))
-        largest_first = np.argsort(-loads, kind="stable").tolist()
-        order = largest_first[::2][::-1] + largest_first[1::2]
-        batches = tuple(replica.micro_batches[i] for i in order)
-        replicas.append(replace(replica, micro_batches=batches))
-    return replace(plan, replicas=tuple(replicas))
-
-
-def plan_from_rows(
-    lengths: Sequence[int],
-    layout: Layout,
-    options: BatchingOptions,
-    rows: Sequence[Sequence[Sequence[int]]],
-) -> MicroBatchPlan:
-    """A plan cut elsewhere, checked; with vpp > 1 its group is pp.
-
-    Args:
-        lengths: tokens of each sample of the global mini-batch.
-        layout: sizes of the run.
-        options: limits that the plan must keep.
-        rows: of each replica, of each of its micro-batches in execution order, the samples.
-
-    Raises:
-        ValueError: the plan breaks an invariant.
-
-    >>> options = BatchingOptions(max_tokens_per_micro_batch=8)
-    >>> plan = plan_from_rows([5, 3, 8], Layout(), options, [[[2], [0, 1]]])
-    >>> [batch.tokens for batch in plan.replicas[0].micro_batches]
-    [8, 8]
-    """
-    base = plan_mini_batch(lengths, layout, replace(options, method="baseline"))
-    align = options.alignment(layout)
-
-    def batch(held: Sequence[int]) -> MicroBatch:
-        padded = [-(-lengths[row] // align) * align for row in held] or [align]
-        tokens = sum(padded) if options.packing == "packed" else len(padded) * max(padded)
-        return MicroBatch(samples=tuple(sorted(held)), tokens=tokens, dummy=not held)
-
-    plan = replace(
-        base,
-        options=options,
-        group=layout.pp if layout.vpp > 1 else None,
-        replicas=tuple(
-            ReplicaPlan(dp_rank=dp_rank, micro_batches=tuple(batch(held) for held in of_replica))
-            for dp_rank, of_replica in enumerate(rows)
-        ),
+        order = small_ends(model.load(plan.features(replica.dp_rank)))
+        rows.append([replica.micro_batches[i].samples for i in order])
+    return plan_from_rows(
+        plan.lengths,
+        plan.layout,
+        plan.options,
+        rows,
+        group=plan.group,
+        cost_model=model,
+        owners=plan.owners,
     )
-    plan.validate()
-    return plan
 
 
 def verl_plan(lengths: Sequence[int], layout: Layout, options: BatchingOptions) -> MicroBatchPlan:
@@ -239,42 +189,3 @@ def verl_plan(lengths: Sequence[int], layout: Layout, options: BatchingOptions) 
     by_replica = dict(everyone)
     rows = [by_replica[dp_rank] for dp_rank in range(layout.dp)]
     return plan_from_rows(lengths, layout, replace(options, balance="none"), rows)
-
-
-def verl_rows(
-    lengths: Sequence[int],
-    cap: int,
-    *,
-    group: int | None,
-    dp_group: Any = None,
-    at_least: int | None = None,
-) -> list[list[int]]:
-    """`rearrange_micro_batches` of one replica's samples, as verl's Megatron engine calls it.
-
-    Args:
-        lengths: tokens of each sample of the replica.
-        cap: most tokens of a micro-batch.
-        group: `microbatch_group_size_per_vp_stage`, which must divide the count; None without vpp.
-        dp_group: replicas that agree on the count; None for one process on its own.
-        at_least: fewest micro-batches.
-
-    Returns:
-        Of each micro-batch in execution order, positions in `lengths`.
-
-    Raises:
-        ValueError: verl finds no micro-batches.
-    """
-    from tensordict import TensorDict
-    from verl.utils.seqlen_balancing import rearrange_micro_batches
-
-    sequences = [torch.zeros(length, dtype=torch.int8) for length in lengths]
-    nested = torch.nested.as_nested_tensor(sequences, layout=torch.jagged)
-    _, rows = rearrange_micro_batches(
-        TensorDict({"input_ids": nested}, batch_size=[len(lengths)]),
-        max_token_len=cap,
-        dp_group=dp_group,
-        num_batches_divided_by=group,
-        same_micro_num_in_dp=True,
-        min_num_micro_batch=at_least,
-    )
-    return rows

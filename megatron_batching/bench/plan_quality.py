@@ -27,12 +27,12 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 from typing import Any
 
 import numpy as np
 
+from megatron_batching.bench.verl_cut import verl_plan_alone
 from megatron_batching.plan import (
     BatchingOptions,
     CostModel,
@@ -44,9 +44,6 @@ from megatron_batching.plan import (
     sample_lengths,
     verl_cost_model,
 )
-from megatron_batching.plan.items import contiguous_owners
-from megatron_batching.plan.predict import COMMUNICATION, make_schedule
-from megatron_batching.schedules import simulate_many
 from megatron_batching.schedules.files import write_whole
 from megatron_batching.version import __version__
 
@@ -92,49 +89,14 @@ class Case:
     planning_s: float
 
 
-def peer_step_time(
-    lengths: Sequence[int], layout: Layout, cap: int, model: CostModel
+def verl_step_time(
+    lengths: Sequence[int], layout: Layout, options: BatchingOptions, model: CostModel
 ) -> float | None:
     """Slowest replica's simulated step with verl's micro-batches; None where verl raises."""
-    owners = np.array(contiguous_owners(len(lengths), layout.dp))
-    values = np.array(lengths)
-    shares = [tuple(values[owners == rank].tolist()) for rank in range(layout.dp)]
-    divisor = layout.pp if layout.vpp > 1 else None
-    count = 1
-    while True:
-        try:
-            cut = [_verl_cut(share, cap, count, divisor) for share in shares]
-        except (ValueError, AssertionError):
-            return None
-        counts = [len(micro_batches) for micro_batches in cut]
-        if min(counts) == max(counts):
-            break
-        count = max(counts)
-    features = np.array(
-        [
-            [(1.0, sum(held), sum(s * s for s in held)) for held in micro_batches]
-            for micro_batches in cut
-        ]
-    )
-    group = layout.pp if layout.vpp > 1 else None
-    schedule = make_schedule(layout, group, features.shape[1])
-    return float(simulate_many(schedule, *model.times(features), COMMUNICATION).max())
-
-
-@cache
-def _verl_cut(share: tuple[int, ...], cap: int, least: int, divisor: int | None) -> list[list[int]]:
-    """verl's micro-batches of one replica, as lengths, in its order."""
-    import torch
-    from tensordict import TensorDict
-    from verl.utils.seqlen_balancing import rearrange_micro_batches
-
-    sequences = [torch.zeros(length, dtype=torch.int8) for length in share]
-    nested = torch.nested.as_nested_tensor(sequences, layout=torch.jagged)
-    batch = TensorDict({"input_ids": nested}, batch_size=[len(share)])
-    _, rows = rearrange_micro_batches(
-        batch, max_token_len=cap, min_num_micro_batch=least, num_batches_divided_by=divisor
-    )
-    return [[share[row] for row in held] for held in rows]
+    try:
+        return verl_plan_alone(lengths, layout, options, model).predicted.step_time
+    except (ValueError, AssertionError):
+        return None
 
 
 def compare(
@@ -145,7 +107,7 @@ def compare(
     options = BatchingOptions(max_tokens_per_micro_batch=cap)
     plan = plan_mini_batch(lengths, layout, options, model)
     if peer == "verl":
-        other = peer_step_time(lengths, layout, cap, model)
+        other = verl_step_time(lengths, layout, options, model)
     else:
         wanted = replace(options, method="baseline")
         other = plan_mini_batch(lengths, layout, wanted, model).predicted.step_time
@@ -178,7 +140,6 @@ def run(
         for pp, vpp in pipelines:
             layout = Layout(pp=pp, vpp=vpp, dp=dp)
             cases.append(compare(name, lengths, layout, cap, samples, peer))
-        _verl_cut.cache_clear()
         print(f"dp {dp}, {samples} samples a replica, {name}: done", flush=True)
     return cases
 

@@ -22,23 +22,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from megatron_batching.bench.methods import has_verl, plan_from_rows, verl_rows, without
+from megatron_batching.bench.methods import without
 from megatron_batching.bench.report import COLOURS
 from megatron_batching.bench.settings import FEATURES
-from megatron_batching.bench.simulate import micro_batch_features
 from megatron_batching.bench.suite import machine
+from megatron_batching.bench.verl_cut import has_verl, verl_plan_alone
 from megatron_batching.plan import (
     BatchingOptions,
-    CostModel,
     Layout,
-    MicroBatchPlan,
     plan_mini_batch,
     sample_lengths,
     verl_cost_model,
 )
-from megatron_batching.schedules import Communication, PipelineSchedule, simulate_many
+from megatron_batching.schedules import Communication
 from megatron_batching.schedules.files import write_whole
 
 CAPS = {"azure_code": 16_384, "azure_conv": 16_384, "deepseek_r1": 49_152}
@@ -52,50 +48,6 @@ EXCHANGED = Communication(planned_shapes=False)
 PLANNED = Communication(overlap_warmup_flush=True)
 
 
-def step_time(plan: MicroBatchPlan, model: CostModel, communication: Communication) -> float:
-    """Simulated step of the slowest replica."""
-    by_count: dict[int, list[np.ndarray]] = {}
-    for replica in plan.replicas:
-        features = micro_batch_features(plan, replica)
-        by_count.setdefault(len(features), []).append(features)
-    layout = plan.layout
-    return max(
-        float(
-            simulate_many(
-                PipelineSchedule(
-                    pp=layout.pp, vpp=layout.vpp, num_micro_batches=count, group=plan.group
-                ),
-                *model.times(np.stack(features)),
-                communication,
-            ).max()
-        )
-        for count, features in by_count.items()
-    )
-
-
-def usual_plan(
-    lengths: Sequence[int], layout: Layout, options: BatchingOptions, model: CostModel
-) -> MicroBatchPlan:
-    """verl's micro-batches, without its processes: the count rises until all replicas agree."""
-    if not has_verl():
-        return plan_mini_batch(lengths, layout, replace(options, method="baseline"), model)
-    cap, blocks = options.token_cap(layout), np.array_split(np.arange(len(lengths)), layout.dp)
-    assert cap is not None
-    shares = [[lengths[row] for row in block] for block in blocks]
-    group = layout.pp if layout.vpp > 1 else None
-    count = 1
-    while True:
-        cut = [verl_rows(share, cap, group=group, at_least=count) for share in shares]
-        if len({len(rows) for rows in cut}) == 1:
-            break
-        count = max(len(rows) for rows in cut)
-    rows = [
-        [[int(block[i]) for i in held] for held in of_replica]
-        for block, of_replica in zip(blocks, cut, strict=True)
-    ]
-    return plan_from_rows(lengths, layout, options, rows)
-
-
 def measure(sizes: dict[str, int], trace: str, samples: int, features: Sequence[str]) -> Any:
     """One layout and trace.
 
@@ -107,18 +59,21 @@ def measure(sizes: dict[str, int], trace: str, samples: int, features: Sequence[
     options = BatchingOptions(max_tokens_per_micro_batch=CAPS[trace])
     model = verl_cost_model(layout)
     began = time.perf_counter()
-    usual = usual_plan(lengths, layout, options, model)
+    if has_verl():
+        usual = verl_plan_alone(lengths, layout, options, model)
+    else:
+        usual = plan_mini_batch(lengths, layout, replace(options, method="baseline"), model)
     usual_s = time.perf_counter() - began
     planned = plan_mini_batch(lengths, layout, options, model)
     again = plan_mini_batch(lengths, layout, options, model)
-    ours = step_time(planned, model, PLANNED)
+    ours = planned.step_time(model, PLANNED)
     worth = {}
     for feature in features:
         if feature == "shapes":
             other, communication = planned, EXCHANGED
         else:
             other, communication = without(feature, planned, model), PLANNED
-        worth[feature] = step_time(other, model, communication) / ours
+        worth[feature] = other.step_time(model, communication) / ours
     return {
         "trace": f"@{trace}",
         **sizes,
@@ -127,8 +82,8 @@ def measure(sizes: dict[str, int], trace: str, samples: int, features: Sequence[
         "num_micro_batches_usual": usual.replicas[0].num_micro_batches,
         "num_micro_batches": max(r.num_micro_batches for r in planned.replicas),
         "group": planned.group,
-        "speed_up": step_time(usual, model, EXCHANGED) / ours,
-        "speed_up_same_shapes": step_time(usual, model, PLANNED) / ours,
+        "speed_up": usual.step_time(model, EXCHANGED) / ours,
+        "speed_up_same_shapes": usual.step_time(model, PLANNED) / ours,
         "over_lower_bound": 1 / planned.predicted.efficiency,
         "planning_s_first": planned.planning_seconds,
         "planning_s": again.planning_seconds,

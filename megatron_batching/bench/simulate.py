@@ -19,10 +19,8 @@ import numpy as np
 from megatron_batching.bench.recording import Recording, message_trace
 from megatron_batching.plan import (
     BatchingOptions,
-    CostModel,
     Layout,
     MicroBatchPlan,
-    ReplicaPlan,
     load_cost_model,
     plan_mini_batch,
 )
@@ -30,15 +28,12 @@ from megatron_batching.plan.predict import COMMUNICATION
 from megatron_batching.schedules import (
     Communication,
     Event,
-    PipelineSchedule,
     Simulation,
-    StageTimes,
     Timeline,
     draw_png,
     draw_text,
     format_time,
     lower_bound,
-    simulate,
     write_chrome_trace,
     write_html,
 )
@@ -96,38 +91,6 @@ def read_plan(source: str) -> MicroBatchPlan | None:
     return MicroBatchPlan.from_json(read_json(source))
 
 
-def micro_batch_features(plan: MicroBatchPlan, replica: ReplicaPlan) -> np.ndarray:
-    """[M, 3] (1, tokens, token pairs) of a replica's micro-batches, as cost models take them."""
-    align = plan.options.alignment(plan.layout)
-    features = []
-    for batch in replica.micro_batches:
-        padded = [-(-plan.lengths[row] // align) * align for row in batch.samples] or [align]
-        if plan.options.packing == "padded":
-            padded = [max(padded)] * len(padded)
-        features.append((1.0, float(batch.tokens), float(sum(n * n for n in padded))))
-    return np.array(features)
-
-
-def simulate_replica(
-    plan: MicroBatchPlan,
-    replica: ReplicaPlan,
-    model: CostModel,
-    communication: Communication | None = None,
-) -> Simulation:
-    """One replica's step; without `communication` as planning foretells it."""
-    schedule = PipelineSchedule(
-        pp=plan.layout.pp,
-        vpp=plan.layout.vpp,
-        num_micro_batches=replica.num_micro_batches,
-        group=plan.group,
-        forward_only=plan.options.forward_only,
-    )
-    forward, backward = model.times(micro_batch_features(plan, replica))
-    tokens = [batch.tokens for batch in replica.micro_batches]
-    times = StageTimes(forward=forward, backward=backward)
-    return simulate(schedule, times, communication or COMMUNICATION, tokens)
-
-
 def simulate_plan(
     plan: MicroBatchPlan,
     *,
@@ -157,7 +120,10 @@ def simulate_plan(
             f"{plan.layout.dp - 1}, or -1 for all"
         )
     model = load_cost_model(cost or DEFAULT_COST, plan.layout)
-    simulations = [simulate_replica(plan, r, model, communication) for r in plan.replicas]
+    simulations = [
+        plan.simulate(dp_rank, model, communication or COMMUNICATION)
+        for dp_rank in range(plan.layout.dp)
+    ]
     slowest = max(range(plan.layout.dp), key=lambda dp: simulations[dp].step_time)
     shown = range(plan.layout.dp) if replica == -1 else [slowest if replica is None else replica]
     events: list[Event] = []

@@ -28,8 +28,8 @@ def run_bench(config: BenchConfig) -> None:
     config.check(world_size_from_environment())
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from megatron_batching.bench.measure import measure
-    from megatron_batching.bench.methods import has_verl
     from megatron_batching.bench.report import case_table, summarize, summary_table, write_report
+    from megatron_batching.bench.verl_cut import has_verl
     from megatron_batching.megatron.parallel import shut_down
 
     if "verl" in config.methods and has_verl():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_batching.plan import BatchingOptions, Layout
+from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan
 
 
 def bucket_widths(cap: int, count: int, *, align: int = 1) -> tuple[int, ...]:
@@ -64,3 +64,20 @@ def bucket_widths_of(
             "batching.max_tokens_per_micro_batch, or leave shape_buckets out"
         )
     return bucket_widths(cap, count, align=options.alignment(layout))
+
+
+def bucketed_shapes(
+    plan: MicroBatchPlan, dp_rank: int, widths: Sequence[int]
+) -> list[tuple[int, int]]:
+    """`plan.shapes(dp_rank)` with each row but the dummies padded to the least width that holds it.
+
+    Args:
+        plan: of the whole mini-batch.
+        dp_rank: the replica.
+        widths: from `bucket_widths_of`; none leaves the plan's shapes.
+    """
+    micro_batches = plan.replicas[dp_rank].micro_batches
+    return [
+        (rows, width if m.dummy or not widths else padded_width(width, widths))
+        for m, (rows, width) in zip(micro_batches, plan.shapes(dp_rank), strict=True)
+    ]

@@ -26,32 +26,9 @@ import torch
 from torch import Tensor
 
 from megatron_batching.data.mini_batch import Sample
+from megatron_batching.plan import aligned, batch_shape
 
 PAD_ID = 0
-
-
-def aligned(length: int, align: int) -> int:
-    """The least multiple of `align` that holds `length` tokens.
-
-    >>> aligned(1000, 32)
-    1024
-    """
-    return -(-length // align) * align
-
-
-def batch_shape(lengths: Sequence[int], *, packing: str, align: int) -> tuple[int, int]:
-    """(rows, width) of the tensors of a micro-batch; a dummy has no lengths and is [1, align].
-
-    >>> batch_shape([5, 3], packing="packed", align=4)
-    (1, 12)
-    >>> batch_shape([5, 3], packing="padded", align=4)
-    (2, 8)
-    """
-    if not lengths:
-        return 1, align
-    if packing == "packed":
-        return 1, sum(aligned(n, align) for n in lengths)
-    return len(lengths), aligned(max(lengths), align)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -277,7 +277,7 @@ class FSDPEngine(Engine):
             yield collate(
                 [mini_batch.samples[n] for n in samples],
                 packing=plan.options.packing,
-                align=plan.options.alignment(plan.layout),
+                align=plan.alignment,
                 device=self.placement.device,
                 sequence_weights=[weights[n] for n in samples],
                 fields=loss.objective.fields,

@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_batching.data import Batch, ShardedMiniBatch, collate, restore_order, send_home
-from megatron_batching.data.buckets import bucket_widths_of
+from megatron_batching.data.buckets import bucket_widths_of, bucketed_shapes
 from megatron_batching.engine.checks import (
     check_fields,
     check_model,
@@ -31,7 +31,7 @@ from megatron_batching.engine.checks import (
 )
 from megatron_batching.engine.contract import AnyMiniBatch, Engine
 from megatron_batching.engine.report import StepReport, TokenOutputs
-from megatron_batching.engine.run import micro_batch_shapes, replica_schedule, run_replica
+from megatron_batching.engine.run import run_replica
 from megatron_batching.engine.step_loss import StepLoss
 from megatron_batching.loss import (
     Aggregation,
@@ -373,7 +373,7 @@ class PipelineEngine(Engine):
                 raise
         elapsed = time.perf_counter() - start
         events = recorder.events(
-            replica_schedule(plan, placement.dp_rank, forward_only=forward_only),
+            plan.schedule(placement.dp_rank, forward_only=forward_only),
             pp_rank=placement.pp_rank,
             dp_rank=placement.dp_rank,
             origin=origin,
@@ -430,7 +430,7 @@ class PipelineEngine(Engine):
         """Shape of each micro-batch of this replica, and what builds its tensors."""
         placement = self.placement
         layout = placement.layout
-        shapes = micro_batch_shapes(plan, placement.dp_rank, self.bucket_widths)
+        shapes = bucketed_shapes(plan, placement.dp_rank, self.bucket_widths)
         weights = self.aggregation.sequence_weights(loss.counts)
         micro_batches = plan.replicas[placement.dp_rank].micro_batches
 
@@ -439,7 +439,7 @@ class PipelineEngine(Engine):
             batch = collate(
                 [mini_batch.samples[j] for j in samples],
                 packing=plan.options.packing,
-                align=plan.options.alignment(layout),
+                align=plan.alignment,
                 device=placement.device,
                 sequence_weights=[weights[j] for j in samples],
                 fields=loss.objective.fields,

@@ -12,52 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from megatron_batching.data import MicroBatchFeed, batch_shape
-from megatron_batching.data.buckets import padded_width
+from megatron_batching.data import MicroBatchFeed
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.recorder import StepRecorder
 from megatron_batching.megatron.schedule import ForwardStep, run_schedule
 from megatron_batching.plan import MicroBatchPlan
-from megatron_batching.schedules import PipelineSchedule
 
 T = TypeVar("T")
-
-
-def replica_schedule(
-    plan: MicroBatchPlan, dp_rank: int, *, forward_only: bool = False
-) -> PipelineSchedule:
-    """The schedule that one replica runs."""
-    return PipelineSchedule(
-        pp=plan.layout.pp,
-        vpp=plan.layout.vpp,
-        num_micro_batches=plan.replicas[dp_rank].num_micro_batches,
-        group=plan.group,
-        forward_only=forward_only,
-    )
-
-
-def micro_batch_shapes(
-    plan: MicroBatchPlan, dp_rank: int, bucket_widths: Sequence[int] = ()
-) -> list[tuple[int, int]]:
-    """(rows, width) of one replica's micro-batches, padding included, in execution order.
-
-    Args:
-        plan: of the whole mini-batch.
-        dp_rank: the replica.
-        bucket_widths: pad each but the dummies to the least of these that holds it.
-    """
-    packing, align = plan.options.packing, plan.options.alignment(plan.layout)
-    micro_batches = plan.replicas[dp_rank].micro_batches
-    shapes = [
-        batch_shape([plan.lengths[i] for i in m.samples], packing=packing, align=align)
-        for m in micro_batches
-    ]
-    if not bucket_widths:
-        return shapes
-    return [
-        (rows, width if m.dummy else padded_width(width, bucket_widths))
-        for m, (rows, width) in zip(micro_batches, shapes, strict=True)
-    ]
 
 
 def run_replica(
@@ -80,7 +41,7 @@ def run_replica(
         build: makes the tensors of micro-batch i of this replica; called once for each, ahead of
             its use, in another thread.
         forward_step: Megatron's `forward_step_func`, given an iterator over what `build` made.
-        shapes: (rows, width) of the tensors, if not `micro_batch_shapes(plan)`.
+        shapes: (rows, width) of the tensors, if they are not the plan's own.
         forward_only: leave the backward passes out.
         planned_shapes: see `run_schedule`; the tensors must then have the planned shapes.
         check_shapes: see `run_schedule`.
@@ -91,7 +52,7 @@ def run_replica(
         order; empty on all but the last pipeline stage.
     """
     dp_rank = model.placement.dp_rank
-    schedule = replica_schedule(plan, dp_rank, forward_only=forward_only)
+    schedule = plan.schedule(dp_rank, forward_only=forward_only)
     feed = MicroBatchFeed(
         build,
         num_micro_batches=schedule.num_micro_batches,
@@ -103,7 +64,7 @@ def run_replica(
         schedule,
         forward_step=forward_step,
         iterators=feed.iterators(),
-        shapes=micro_batch_shapes(plan, dp_rank) if shapes is None else shapes,
+        shapes=plan.shapes(dp_rank) if shapes is None else shapes,
         planned_shapes=planned_shapes,
         check_shapes=check_shapes,
         timers=recorder,

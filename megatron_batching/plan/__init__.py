@@ -13,14 +13,11 @@ from megatron_batching.plan.cost import (
 from megatron_batching.plan.flops import transformer_cost_model
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.lengths import QUANTILES, parse_lengths, read_lengths, sample_lengths
-from megatron_batching.plan.micro_batch_plan import (
-    MicroBatch,
-    MicroBatchPlan,
-    Prediction,
-    ReplicaPlan,
-)
+from megatron_batching.plan.micro_batch_plan import MicroBatch, MicroBatchPlan, ReplicaPlan
 from megatron_batching.plan.options import BatchingOptions
-from megatron_batching.plan.planner import lower_bounds_of, plan_mini_batch
+from megatron_batching.plan.padding import aligned, batch_shape, padded_lengths
+from megatron_batching.plan.planner import lower_bounds_of, plan_from_rows, plan_mini_batch
+from megatron_batching.plan.predict import Prediction
 
 __all__ = [
     "QUANTILES",
@@ -31,10 +28,14 @@ __all__ = [
     "MicroBatchPlan",
     "Prediction",
     "ReplicaPlan",
+    "aligned",
     "balance_batch",
+    "batch_shape",
     "load_cost_model",
     "lower_bounds_of",
+    "padded_lengths",
     "parse_lengths",
+    "plan_from_rows",
     "plan_mini_batch",
     "read_lengths",
     "sample_lengths",

@@ -3,6 +3,9 @@
 A plan is frozen and carries what is needed to check it (lengths, layout, options), so a plan read
 from a file is checked exactly like one just made. Times are predictions and take part in
 equality; `planning_seconds` is a measurement and does not.
+
+What follows from a plan is asked of the plan: the schedule of a replica, the shapes of its
+tensors, its features, its simulation. So there is one answer, and it never forgets the padding.
 """
 
 from __future__ import annotations
@@ -10,10 +13,27 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
+from megatron_batching.plan.cost import CostModel
 from megatron_batching.plan.counts import is_legal
 from megatron_batching.plan.items import Items, gather_items
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.options import BatchingOptions
+from megatron_batching.plan.padding import batch_shape, padded_lengths
+from megatron_batching.plan.predict import (
+    COMMUNICATION,
+    Prediction,
+    make_schedule,
+    slowest_step_time,
+)
+from megatron_batching.schedules import (
+    Communication,
+    PipelineSchedule,
+    Simulation,
+    StageTimes,
+    simulate,
+)
 from megatron_batching.schedules.files import entries, entry, one_line, shortened
 
 
@@ -42,25 +62,6 @@ class ReplicaPlan:
     def num_micro_batches(self) -> int:
         """Number of micro-batches, dummies included."""
         return len(self.micro_batches)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """What the simulator says of a plan; times in the cost model's unit."""
-
-    step_time: float
-    """Of the slowest replica."""
-    lower_bound: float
-    """No plan of this mini-batch on this layout can be faster (`plan.bound`)."""
-    efficiency: float
-    """lower_bound / step_time."""
-    bubble_fraction: float
-    """Share of the ranks' time, up to the slowest replica's end, in which they do nothing."""
-    peak_tokens_in_flight: tuple[float, ...]
-    """For each pp rank: most tokens between forward and backward, over the replicas; a chunk of
-    vpp counts 1 / vpp of its tokens."""
-    unit: str = "token"
-    """The cost model's unit of time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,78 @@ class MicroBatchPlan:
         )
         return tuple(sorted(over))
 
+    def schedule(self, dp_rank: int, *, forward_only: bool | None = None) -> PipelineSchedule:
+        """What one replica runs; `forward_only` as the plan was made, unless it is given.
+
+        >>> from megatron_batching.plan import plan_mini_batch
+        >>> options = BatchingOptions(max_tokens_per_micro_batch=8)
+        >>> plan_mini_batch([8, 8, 8], Layout(pp=2), options).schedule(0).num_micro_batches
+        3
+        """
+        return make_schedule(
+            self.layout,
+            self.group,
+            self.replicas[dp_rank].num_micro_batches,
+            forward_only=self.options.forward_only if forward_only is None else forward_only,
+        )
+
+    def shapes(self, dp_rank: int) -> list[tuple[int, int]]:
+        """(rows, width) of one replica's micro-batches, padding included, in execution order."""
+        return [
+            batch_shape(lengths, packing=self.options.packing, align=self.alignment)
+            for lengths in self._lengths_of(dp_rank)
+        ]
+
+    def features(self, dp_rank: int) -> np.ndarray:
+        """[M, 3] (1, tokens, token pairs) of one replica's micro-batches, as cost models take."""
+        padded = [
+            padded_lengths(lengths, packing=self.options.packing, align=self.alignment)
+            for lengths in self._lengths_of(dp_rank)
+        ]
+        return np.array([(1.0, sum(of), sum(n * n for n in of)) for of in padded])
+
+    def simulate(
+        self, dp_rank: int, model: CostModel, communication: Communication = COMMUNICATION
+    ) -> Simulation:
+        """One replica's step, op by op.
+
+        Args:
+            dp_rank: the replica.
+            model: times of the ops, and the unit of time.
+            communication: how ranks exchange tensors; by default as planning foretells it.
+        """
+        forward, backward = model.times(self.features(dp_rank))
+        return simulate(
+            self.schedule(dp_rank),
+            StageTimes(forward=forward, backward=backward),
+            communication,
+            [batch.tokens for batch in self.replicas[dp_rank].micro_batches],
+        )
+
+    def step_time(self, model: CostModel, communication: Communication = COMMUNICATION) -> float:
+        """Simulated step of the slowest replica under another model, in the model's unit.
+
+        It gives what `simulate` gives for each replica, in a hundredth of the time.
+        """
+        return slowest_step_time(
+            model,
+            self.layout,
+            self.group,
+            [self.features(replica.dp_rank) for replica in self.replicas],
+            forward_only=self.options.forward_only,
+            communication=communication,
+        )
+
+    @property
+    def alignment(self) -> int:
+        """Multiple to which each sample is padded."""
+        return self.options.alignment(self.layout)
+
+    def _lengths_of(self, dp_rank: int) -> list[list[int]]:
+        """Tokens of the samples of each micro-batch of a replica, without padding."""
+        batches = self.replicas[dp_rank].micro_batches
+        return [[self.lengths[row] for row in batch.samples] for batch in batches]
+
     def validate(self) -> None:
         """Check every invariant; ValueError names the first that does not hold."""
         layout, options = self.layout, self.options
@@ -166,11 +239,8 @@ class MicroBatchPlan:
         for row in batch.samples:
             if not 0 <= row < len(items.sizes):
                 raise ValueError(f"{name}: sample {row} is outside 0 to {len(items.sizes) - 1}")
-        held = items.sizes[list(batch.samples)].tolist()
-        if batch.dummy:
-            tokens = options.alignment(layout)
-        else:
-            tokens = sum(held) if options.packing == "packed" else len(held) * max(held)
+        held = [self.lengths[row] for row in batch.samples]
+        tokens = sum(padded_lengths(held, packing=options.packing, align=self.alignment))
         if batch.tokens != tokens:
             raise ValueError(f"{name} says {batch.tokens} tokens, but its samples make {tokens}")
         cap, most = options.token_cap(layout), options.micro_batch_size
@@ -266,7 +336,7 @@ class MicroBatchPlan:
 
     def _describe_limit(self) -> str:
         layout, options = self.layout, self.options
-        align = options.alignment(layout)
+        align = self.alignment
         note = f", samples padded to a multiple of {align}" if align > 1 else ""
         if options.micro_batch_size is not None:
             return f"{options.micro_batch_size} samples a micro-batch, {options.packing}{note}"

@@ -18,6 +18,7 @@ from megatron_batching.plan.items import Items, alone_tokens
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.options import BatchingOptions
 from megatron_batching.plan.partition import best_fit, descending, exact_fit, longest_first, runs
+from megatron_batching.plan.predict import step_times
 
 Packing = tuple[np.ndarray, ...]
 
@@ -50,6 +51,7 @@ class Packer:
         self, items: Items, layout: Layout, options: BatchingOptions, model: CostModel
     ) -> None:
         self.items = items
+        self.layout = layout
         self.model = model
         self.forward_only = options.forward_only
         self.padded = options.packing == "padded"
@@ -99,6 +101,10 @@ class Packer:
         else:
             held = np.bincount(bins, self.weights[chosen], num_bins)
         return features, (held <= self.cap) | (np.bincount(bins, minlength=num_bins) <= 1)
+
+    def step_times(self, group: int | None, features: np.ndarray) -> np.ndarray:
+        """[C] simulated step time of candidates with features [C, M, 3], in execution order."""
+        return step_times(self.model, self.layout, group, features, forward_only=self.forward_only)
 
     def loads(self, packing: Packing) -> np.ndarray:
         """[M] time of each micro-batch on all stages together."""

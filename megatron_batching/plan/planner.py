@@ -7,8 +7,10 @@ the same error, without talking to another.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_batching.plan.bound import lower_bounds
 from megatron_batching.plan.cost import CostModel, uniform_cost_model
@@ -17,8 +19,18 @@ from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.micro_batch_plan import MicroBatch, MicroBatchPlan, ReplicaPlan
 from megatron_batching.plan.options import BatchingOptions
 from megatron_batching.plan.pack import Packer, Packing
-from megatron_batching.plan.predict import predict
+from megatron_batching.plan.padding import padded_lengths
+from megatron_batching.plan.predict import Prediction, predict
 from megatron_batching.plan.search import Search
+
+# Stands in until rows that were cut elsewhere are known to be legal, which simulating needs.
+_NOT_YET = Prediction(
+    step_time=math.nan,
+    lower_bound=math.nan,
+    efficiency=math.nan,
+    bubble_fraction=math.nan,
+    peak_tokens_in_flight=(),
+)
 
 
 def plan_mini_batch(
@@ -60,9 +72,80 @@ def plan_mini_batch(
         replicas=tuple(
             _replica(rank, packing, packer, items) for rank, packing in enumerate(packings)
         ),
-        predicted=predict(packer, layout, group, packings, search.bound),
+        predicted=predict(
+            packer.model,
+            layout,
+            group,
+            [packer.features(packing) for packing in packings],
+            search.bound,
+            forward_only=options.forward_only,
+        ),
         planning_seconds=time.perf_counter() - started,
     )
+
+
+def plan_from_rows(
+    lengths: Sequence[int],
+    layout: Layout,
+    options: BatchingOptions,
+    rows: Sequence[Sequence[Sequence[int]]],
+    *,
+    group: int | None = None,
+    cost_model: CostModel | None = None,
+    owners: Sequence[int] | None = None,
+) -> MicroBatchPlan:
+    """A plan cut elsewhere: checked like any other, and judged by the simulator.
+
+    Args:
+        lengths: tokens of each sample of the global mini-batch.
+        layout: sizes of the run.
+        options: limits that the plan must keep.
+        rows: of each replica, of each of its micro-batches in execution order, the samples; an
+            empty micro-batch is a dummy.
+        group: of the interleaved schedule; by default the layout's, or pp.
+        cost_model: times for the prediction; None counts tokens.
+        owners: as in `plan_mini_batch`.
+
+    Raises:
+        ValueError: the plan breaks an invariant.
+
+    >>> options = BatchingOptions(max_tokens_per_micro_batch=8)
+    >>> plan = plan_from_rows([5, 3, 8], Layout(), options, [[[2], [0, 1]]])
+    >>> [batch.tokens for batch in plan.replicas[0].micro_batches]
+    [8, 8]
+    """
+    started = time.perf_counter()
+    packer = _packer(lengths, layout, options, cost_model, owners)
+    if layout.vpp > 1:
+        group = group or layout.group or layout.pp
+
+    def batch(held: Sequence[int]) -> MicroBatch:
+        real = [lengths[row] for row in held if 0 <= row < len(lengths)]
+        padded = padded_lengths(real, packing=options.packing, align=options.alignment(layout))
+        return MicroBatch(samples=tuple(sorted(held)), tokens=sum(padded), dummy=not held)
+
+    plan = MicroBatchPlan(
+        layout=layout,
+        options=options,
+        group=group,
+        lengths=packer.items.lengths,
+        owners=packer.items.owners,
+        replicas=tuple(
+            ReplicaPlan(dp_rank=dp_rank, micro_batches=tuple(batch(held) for held in of_replica))
+            for dp_rank, of_replica in enumerate(rows)
+        ),
+        predicted=_NOT_YET,
+    )
+    plan.validate()
+    predicted = predict(
+        packer.model,
+        layout,
+        group,
+        [plan.features(replica.dp_rank) for replica in plan.replicas],
+        max(lower_bounds(packer, layout, options)),
+        forward_only=options.forward_only,
+    )
+    return replace(plan, predicted=predicted, planning_seconds=time.perf_counter() - started)
 
 
 def lower_bounds_of(

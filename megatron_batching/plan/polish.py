@@ -17,7 +17,6 @@ import numpy as np
 
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.pack import Candidate, Packer, split
-from megatron_batching.plan.predict import step_times
 
 SEED = 20231107
 BATCH = 64  # changed plans a round, within the replica and as many with another one
@@ -48,7 +47,6 @@ class _Replica:
 
 def polish(
     packer: Packer,
-    layout: Layout,
     group: int | None,
     candidates: list[Candidate],
     moves_between: bool,
@@ -68,7 +66,7 @@ def polish(
         slowest.fruitless += 1
         fast = by_time[max(1, len(by_time) // 2) :] if moves_between else []
         other = replicas[fast[int(rng.integers(len(fast)))]] if fast else None
-        budget -= _change(packer, layout, group, slowest, other, rng)
+        budget -= _change(packer, group, slowest, other, rng)
     return [Candidate(time=r.time, packing=split(r.items, r.bins, r.num_bins)) for r in replicas]
 
 
@@ -88,7 +86,6 @@ def default_budget(candidates: list[Candidate], layout: Layout, seconds: float |
 
 def _change(
     packer: Packer,
-    layout: Layout,
     group: int | None,
     slow: _Replica,
     other: _Replica | None,
@@ -121,7 +118,7 @@ def _change(
     # [2, C] step times of both replicas; infinite over the cap, 0 where the other's is unchanged
     times = np.stack([np.full(batch, np.inf), np.zeros(batch)])
     times[0, able], times[1, traded] = _step_times(
-        packer, layout, group, features[able, :middle], features[traded, middle:]
+        packer, group, features[able, :middle], features[traded, middle:]
     )
     best = int(np.argmin(times.max(axis=0)))
     if times[:, best].max() < slow.time * (1 - LEAST_GAIN):
@@ -176,14 +173,12 @@ def _move_bins(
         bins[plan, moved] = place[bins[plan, moved]]
 
 
-def _step_times(
-    packer: Packer, layout: Layout, group: int | None, *replicas: np.ndarray
-) -> list[np.ndarray]:
+def _step_times(packer: Packer, group: int | None, *replicas: np.ndarray) -> list[np.ndarray]:
     """Step times of each replica's plans, [C, M, 3] each; of equal counts in one simulation."""
     if len({features.shape[1] for features in replicas}) == 1:
-        found = step_times(packer, layout, group, np.concatenate(replicas))
+        found = packer.step_times(group, np.concatenate(replicas))
         return np.split(found, np.cumsum([len(features) for features in replicas])[:-1])
     return [
-        step_times(packer, layout, group, features) if len(features) else np.empty(0)
+        packer.step_times(group, features) if len(features) else np.empty(0)
         for features in replicas
     ]

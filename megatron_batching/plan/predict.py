@@ -1,24 +1,51 @@
-"""Prediction: what the simulator says of a finished plan."""
+"""Prediction: what the simulator says of micro-batches with known features.
+
+Everything that asks "how long does this plan take" comes through here: the search while it
+compares candidates, a finished plan's own figures, and whoever looks at a plan later under
+another cost model. Features are [M, 3] arrays, one row (1, tokens, token pairs) a micro-batch in
+execution order, as cost models take them.
+
+Legend: M micro-batches of a replica, C candidates or replicas of equal M.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_batching.plan.cost import CostModel
 from megatron_batching.plan.layout import Layout
-from megatron_batching.plan.micro_batch_plan import Prediction
-from megatron_batching.plan.pack import Packer, Packing
 from megatron_batching.schedules import Communication, PipelineSchedule, simulate_many
 
 # What `run_schedule` does: shapes planned, receives posted ahead. Messages take no time.
 COMMUNICATION = Communication(overlap_warmup_flush=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the simulator says of a plan; times in the cost model's unit."""
+
+    step_time: float
+    """Of the slowest replica."""
+    lower_bound: float
+    """No plan of this mini-batch on this layout can be faster (`plan.bound`)."""
+    efficiency: float
+    """lower_bound / step_time."""
+    bubble_fraction: float
+    """Share of the ranks' time, up to the slowest replica's end, in which they do nothing."""
+    peak_tokens_in_flight: tuple[float, ...]
+    """For each pp rank: most tokens between forward and backward, over the replicas; a chunk of
+    vpp counts 1 / vpp of its tokens."""
+    unit: str = "token"
+    """The cost model's unit of time."""
+
+
 def make_schedule(
-    layout: Layout, group: int | None, num_micro_batches: int, forward_only: bool = False
+    layout: Layout, group: int | None, num_micro_batches: int, *, forward_only: bool
 ) -> PipelineSchedule:
-    """The schedule that one replica runs."""
+    """The schedule of one replica that runs so many micro-batches."""
     return PipelineSchedule(
         pp=layout.pp,
         vpp=layout.vpp,
@@ -29,39 +56,87 @@ def make_schedule(
 
 
 def step_times(
-    packer: Packer, layout: Layout, group: int | None, features: np.ndarray
+    model: CostModel,
+    layout: Layout,
+    group: int | None,
+    features: np.ndarray,
+    *,
+    forward_only: bool,
+    communication: Communication = COMMUNICATION,
 ) -> np.ndarray:
     """[C] simulated step time of candidates with features [C, M, 3], in execution order."""
-    schedule = make_schedule(layout, group, features.shape[1], packer.forward_only)
-    return simulate_many(schedule, *packer.model.times(features), COMMUNICATION)
+    schedule = make_schedule(layout, group, features.shape[1], forward_only=forward_only)
+    return simulate_many(schedule, *model.times(features), communication)
+
+
+def by_count(features: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Replicas stacked by their number of micro-batches: [C, M, 3] for each M that occurs.
+
+    The simulator takes many replicas at once when they run equally many micro-batches.
+    """
+    ranks: dict[int, list[np.ndarray]] = {}
+    for rows in features:
+        ranks.setdefault(len(rows), []).append(rows)
+    return [np.stack(rows) for rows in ranks.values()]
+
+
+def slowest_step_time(
+    model: CostModel,
+    layout: Layout,
+    group: int | None,
+    features: Sequence[np.ndarray],
+    *,
+    forward_only: bool,
+    communication: Communication = COMMUNICATION,
+) -> float:
+    """Simulated step of the slowest replica; features [M, 3] of each, M may differ."""
+    return max(
+        float(
+            step_times(
+                model,
+                layout,
+                group,
+                stacked,
+                forward_only=forward_only,
+                communication=communication,
+            ).max()
+        )
+        for stacked in by_count(features)
+    )
 
 
 def predict(
-    packer: Packer,
+    model: CostModel,
     layout: Layout,
     group: int | None,
-    packings: Sequence[Packing],
+    features: Sequence[np.ndarray],
     bound: float,
+    *,
+    forward_only: bool,
 ) -> Prediction:
-    """Simulate every replica's packing; `bound` is the lower bound to report beside it."""
-    features = [packer.features(packing) for packing in packings]
-    by_count: dict[int, list[int]] = {}
-    for rank, rows in enumerate(features):
-        by_count.setdefault(len(rows), []).append(rank)
-    step_time, peaks = 0.0, np.zeros(layout.pp)
-    for count, ranks in by_count.items():
-        stacked = np.stack([features[rank] for rank in ranks])
-        step_time = max(step_time, float(step_times(packer, layout, group, stacked).max()))
-        schedule = make_schedule(layout, group, count, packer.forward_only)
+    """Simulate every replica.
+
+    Args:
+        model: times of the features.
+        layout: sizes of the run.
+        group: of the step; None without vpp.
+        features: [M, 3] of each replica, in execution order.
+        bound: the lower bound to report beside the step.
+        forward_only: the pass has no backward.
+    """
+    step_time = slowest_step_time(model, layout, group, features, forward_only=forward_only)
+    peaks = np.zeros(layout.pp)
+    for stacked in by_count(features):
+        schedule = make_schedule(layout, group, stacked.shape[1], forward_only=forward_only)
         np.maximum(peaks, _peak_tokens(schedule, stacked[:, :, 1]), out=peaks)
-    busy = sum(float(packer.model.load(rows, packer.forward_only).sum()) for rows in features)
+    busy = sum(float(model.load(rows, forward_only).sum()) for rows in features)
     return Prediction(
         step_time=step_time,
         lower_bound=bound,
         efficiency=min(1.0, bound / step_time),  # 1 at the bound, whatever rounding says
-        bubble_fraction=max(0.0, 1.0 - busy / (len(packings) * layout.pp * step_time)),
+        bubble_fraction=max(0.0, 1.0 - busy / (len(features) * layout.pp * step_time)),
         peak_tokens_in_flight=tuple(peaks.tolist()),
-        unit=packer.model.unit,
+        unit=model.unit,
     )
 
 

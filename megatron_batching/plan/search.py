@@ -27,7 +27,6 @@ from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.options import BatchingOptions
 from megatron_batching.plan.pack import Candidate, Packer, Packing, small_ends
 from megatron_batching.plan.polish import default_budget, polish
-from megatron_batching.plan.predict import step_times
 from megatron_batching.plan.spread import (
     Shares,
     balanced_shares,
@@ -142,7 +141,7 @@ class Search:
             return []
         group, packings = plan
         features = np.stack([self.packer.features(packing) for packing in packings])
-        times = step_times(self.packer, self.layout, group, features).tolist()
+        times = self.packer.step_times(group, features).tolist()
         pairs = zip(times, packings, strict=True)
         return [Finalist(group=group, candidates=[Candidate(time=t, packing=p) for t, p in pairs])]
 
@@ -167,7 +166,7 @@ class Search:
         group, candidates = finalist.group, finalist.candidates
         return Finalist(
             group=group,
-            candidates=polish(self.packer, self.layout, group, candidates, moves_between, budget),
+            candidates=polish(self.packer, group, candidates, moves_between, budget),
         )
 
     def _good_enough(self, time: float) -> bool:
@@ -321,7 +320,7 @@ class Search:
                     orders.append(order)
         if not owners:
             return []
-        times = step_times(self.packer, self.layout, setting[1], np.stack(features))
+        times = self.packer.step_times(setting[1], np.stack(features))
         best: dict[int, int] = {}
         for i, rank in enumerate(owners):
             if rank not in best or times[i] < times[best[rank]]:
