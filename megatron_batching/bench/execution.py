@@ -36,6 +36,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
 from megatron_batching.data import MiniBatch, synthetic_mini_batch
 from megatron_batching.engine.pipeline import PipelineEngine
+from megatron_batching.engine.step import prepare_step
 from megatron_batching.megatron.config import ModelConfig, world_size_from_environment
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.optimizer import gradient_norm
@@ -171,15 +172,22 @@ def measure_overhead(options: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     plan = engine.plan(mini_batch)
     planning_s = time.perf_counter() - start
-    loss = engine._step_loss(mini_batch, plan.replicas[0].num_micro_batches, engine.objective, None)
-    shapes, build = engine._batches(mini_batch, plan, loss)
-    ready = [build(i) for i in range(len(shapes))]
+    step = prepare_step(
+        engine.step_settings,
+        mini_batch,
+        plan,
+        objective=engine.objective,
+        forward_only=False,
+        planned_shapes=True,
+    )
+    build = step.builder()
+    ready = [build(i) for i in range(plan.replicas[0].num_micro_batches)]
 
     def bare() -> None:
         engine.model.zero_grad()
         engine.optimizer.zero_grad()
         get_forward_backward_func()(
-            forward_step_func=loss.forward_step,
+            forward_step_func=step.loss.forward_step,
             data_iterator=iter(ready),
             model=engine.model.chunks[0],
             num_microbatches=len(ready),

@@ -7,43 +7,34 @@ the same one without talking to each other.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_batching.data import Batch, ShardedMiniBatch, collate, restore_order, send_home
-from megatron_batching.data.buckets import bucket_widths_of, bucketed_shapes
+from megatron_batching.data import ShardedMiniBatch, restore_order, send_home
+from megatron_batching.data.buckets import bucket_widths_of
 from megatron_batching.engine.checks import (
-    check_fields,
     check_model,
-    check_same_step,
     choose_objective,
 )
 from megatron_batching.engine.contract import AnyMiniBatch, Engine
 from megatron_batching.engine.report import StepReport, TokenOutputs
-from megatron_batching.engine.run import run_replica
-from megatron_batching.engine.step_loss import StepLoss
+from megatron_batching.engine.step import Collect, StepSettings, prepare_step, slowest
 from megatron_batching.loss import (
     Aggregation,
     CrossEntropy,
-    LossScaling,
-    Metrics,
     Objective,
     as_aggregation,
-    check_regime,
 )
 from megatron_batching.megatron.agreement import require_agreement
-from megatron_batching.megatron.auxiliary import RouterShares, prepare_routers
+from megatron_batching.megatron.auxiliary import prepare_routers
 from megatron_batching.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
 from megatron_batching.megatron.export import whole_parameters
@@ -56,8 +47,6 @@ from megatron_batching.megatron.optimizer import (
     require_finite_gradients,
 )
 from megatron_batching.megatron.parallel import Placement
-from megatron_batching.megatron.recorder import StepRecorder
-from megatron_batching.megatron.run_guard import begin_step
 from megatron_batching.plan import BatchingOptions, MicroBatchPlan, plan_mini_batch
 
 
@@ -167,7 +156,7 @@ class PipelineEngine(Engine):
         report = self._run(mini_batch, plan or self.plan(mini_batch), forward_only=False)
         grad_norm = self.optimizer_step()
         self.lr_scheduler_step()
-        elapsed = self._slowest(time.perf_counter() - start)
+        elapsed = slowest(time.perf_counter() - start, self.placement.device)
         return dataclasses.replace(report, grad_norm=grad_norm, step_time_s=elapsed)
 
     def forward_backward_batch(
@@ -309,6 +298,17 @@ class PipelineEngine(Engine):
             return found, {}
         return found, at_home(restore_order(samples, entropies))
 
+    @property
+    def step_settings(self) -> StepSettings:
+        """What is the same for all steps."""
+        return StepSettings(
+            model=self.model,
+            aggregation=self.aggregation,
+            bucket_widths=self.bucket_widths,
+            check_shapes=self.check_shapes,
+            expert_shares=self.expert_shares,
+        )
+
     def _run(
         self,
         mini_batch: AnyMiniBatch,
@@ -317,139 +317,29 @@ class PipelineEngine(Engine):
         forward_only: bool,
         planned_shapes: bool | None = None,
         objective: Objective | None = None,
-        collect: Callable[[list[Tensor], list[Tensor] | None], None] | None = None,
+        collect: Collect | None = None,
     ) -> StepReport:
-        placement = self.placement
         if self._failure is not None:
             raise RuntimeError(
                 f"an earlier step ended midway ({self._failure}), and its messages may still be "
                 "under way: start the processes anew and go on from the last checkpoint"
             )
-        held = mini_batch.samples
-        check_fields(
-            held if isinstance(held, Mapping) else dict(enumerate(held)),
-            (objective or self.objective).fields,
-        )
-        begin_step()
-        kind = f"forward_only={forward_only}, objective={objective or self.objective}"
-        check_same_step(plan, mini_batch.counts(), kind, placement.device)
-        if isinstance(mini_batch, ShardedMiniBatch):
-            mini_batch = mini_batch.moved(plan)
-        micro_batches = plan.replicas[placement.dp_rank].micro_batches
-        loss = self._step_loss(mini_batch, len(micro_batches), objective or self.objective, collect)
-        shapes, build = self._batches(mini_batch, plan, loss)
-        if planned_shapes is None:
-            planned_shapes = self.planned_shapes
-
-        def run(recorder: StepRecorder | None, *, forward_only: bool) -> list[Any]:
-            return run_replica(
-                self.model,
-                plan,
-                build=build,
-                shapes=shapes,
-                forward_step=loss.forward_step,
-                forward_only=forward_only,
-                planned_shapes=planned_shapes,
-                check_shapes=self.check_shapes,
-                recorder=recorder,
-            )
-
-        recorder = StepRecorder(on_gpu=placement.device.type == "cuda")
-        if not forward_only:
-            self.optimizer_zero_grad()
-        start = time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            if self.expert_shares == "mini_batch" and not forward_only:
-                shares = RouterShares(self.model)
-                with shares.counting(), torch.no_grad():
-                    run(None, forward_only=True)
-                stack.enter_context(shares.in_use())
-            stack.enter_context(torch.set_grad_enabled(not forward_only))
-            origin = recorder.now()
-            try:
-                rows = run(recorder, forward_only=forward_only)
-            except Exception as error:
-                self._failure = error
-                raise
-        elapsed = time.perf_counter() - start
-        events = recorder.events(
-            plan.schedule(placement.dp_rank, forward_only=forward_only),
-            pp_rank=placement.pp_rank,
-            dp_rank=placement.dp_rank,
-            origin=origin,
-            micro_batches=micro_batches,
-        )
-        span = self._slowest(events[-1].end_s)
-        metrics = Metrics({}) if collect is not None else loss.metrics(rows)
-        return StepReport(
-            plan=plan,
-            loss=metrics.values().get("loss", 0.0),
-            grad_norm=None,
-            step_time_s=self._slowest(elapsed),
-            bubble_fraction=1.0 - self._mean(recorder.busy_s) / span,
-            events=tuple(events),
-            metrics=metrics,
-        )
-
-    def _step_loss(
-        self,
-        mini_batch: AnyMiniBatch,
-        num_micro_batches: int,
-        objective: Objective,
-        collect: Callable[[list[Tensor], list[Tensor] | None], None] | None,
-    ) -> StepLoss:
-        layout = self.placement.layout
-        counts = mini_batch.counts()
-        if counts.num_tokens == 0 and collect is None:
-            warnings.warn(
-                f"none of the {len(mini_batch)} samples of the mini-batch has a token that "
-                "carries loss: loss and gradients are zero",
-                stacklevel=4,
-            )
-        return StepLoss(
-            model=self.model,
-            objective=objective,
-            aggregation=self.aggregation,
-            counts=counts,
-            scaling=LossScaling(
-                per_token=check_regime(
-                    self.model.config, self.model.chunks, dp=layout.dp, cp=layout.cp
-                ),
-                num_micro_batches=num_micro_batches,
-                dp=layout.dp,
-                cp=layout.cp,
-                num_tokens=sum(mini_batch.lengths),
-            ),
-            mtp_tokens=mini_batch.num_mtp_tokens,
+        step = prepare_step(
+            self.step_settings,
+            mini_batch,
+            plan,
+            objective=objective or self.objective,
+            forward_only=forward_only,
+            planned_shapes=self.planned_shapes if planned_shapes is None else planned_shapes,
             collect=collect,
         )
-
-    def _batches(
-        self, mini_batch: AnyMiniBatch, plan: MicroBatchPlan, loss: StepLoss
-    ) -> tuple[list[tuple[int, int]], Callable[[int], Batch]]:
-        """Shape of each micro-batch of this replica, and what builds its tensors."""
-        placement = self.placement
-        layout = placement.layout
-        shapes = bucketed_shapes(plan, placement.dp_rank, self.bucket_widths)
-        weights = self.aggregation.sequence_weights(loss.counts)
-        micro_batches = plan.replicas[placement.dp_rank].micro_batches
-
-        def build(i: int) -> Batch:
-            samples = micro_batches[i].samples
-            batch = collate(
-                [mini_batch.samples[j] for j in samples],
-                packing=plan.options.packing,
-                align=plan.alignment,
-                device=placement.device,
-                sequence_weights=[weights[j] for j in samples],
-                fields=loss.objective.fields,
-                width=shapes[i][1],
-            )
-            if layout.cp == 1:
-                return batch
-            return batch.context_parallel_share(layout.cp, placement.cp_rank)
-
-        return shapes, build
+        if not forward_only:
+            self.optimizer_zero_grad()
+        try:
+            return step.run()
+        except Exception as error:
+            self._failure = error
+            raise
 
     def _join_context_parallel(self, pieces: list[list[Tensor]]) -> None:
         """Add up, in place, what each cp rank holds of every sample."""
@@ -460,17 +350,6 @@ class PipelineEngine(Engine):
         dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
         for x, joined in zip(flat, whole.split([x.numel() for x in flat]), strict=True):
             x.copy_(joined)
-
-    def _slowest(self, seconds: float) -> float:
-        return self._reduce(seconds, dist.ReduceOp.MAX)
-
-    def _mean(self, value: float) -> float:
-        return self._reduce(value, dist.ReduceOp.SUM) / self.placement.layout.world_size
-
-    def _reduce(self, value: float, op: Any) -> float:
-        tensor = torch.tensor([value], dtype=torch.float64, device=self.placement.device)
-        dist.all_reduce(tensor, op=op)
-        return tensor.item()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,242 @@
+"""One mini-batch through Megatron's schedule: checked, run, reported.
+
+What may be refused is refused by `prepare_step`, on every rank alike and before any message is
+sent; in `PreparedStep.run` ranks wait for one another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_batching.data import Batch, ShardedMiniBatch, collate
+from megatron_batching.data.buckets import bucketed_shapes
+from megatron_batching.engine.checks import check_fields, check_same_step
+from megatron_batching.engine.contract import AnyMiniBatch
+from megatron_batching.engine.report import StepReport
+from megatron_batching.engine.run import run_replica
+from megatron_batching.engine.step_loss import StepLoss
+from megatron_batching.loss import Aggregation, LossScaling, Metrics, Objective, check_regime
+from megatron_batching.megatron.auxiliary import RouterShares
+from megatron_batching.megatron.model import PipelineModel
+from megatron_batching.megatron.recorder import StepRecorder
+from megatron_batching.megatron.run_guard import begin_step
+from megatron_batching.plan import MicroBatchPlan
+
+Collect = Callable[[list[Tensor], list[Tensor] | None], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What is the same for all steps of an engine.
+
+    Attributes:
+        model: this rank's chunks.
+        aggregation: from per-token losses to L.
+        bucket_widths: pad packed rows up to one of these.
+        check_shapes: exchange planned shapes all the same, and compare.
+        expert_shares: "micro_batch" or "mini_batch", see `RouterShares`.
+    """
+
+    model: PipelineModel
+    aggregation: Aggregation
+    bucket_widths: tuple[int, ...]
+    check_shapes: bool
+    expert_shares: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedStep:
+    """A mini-batch that all ranks agree on, ready to run.
+
+    Attributes:
+        settings: the engine's.
+        mini_batch: the samples; of a sharded one those that this replica runs.
+        plan: how they are cut.
+        loss: what each micro-batch's loss needs of the mini-batch.
+        forward_only: leave the backward passes out.
+        planned_shapes: take pipeline shapes from the plan.
+    """
+
+    settings: StepSettings
+    mini_batch: AnyMiniBatch
+    plan: MicroBatchPlan
+    loss: StepLoss
+    forward_only: bool
+    planned_shapes: bool
+
+    def run(self) -> StepReport:
+        """Run this replica's micro-batches; gradients are in place afterwards."""
+        on_gpu = self.settings.model.placement.device.type == "cuda"
+        recorder = StepRecorder(on_gpu=on_gpu)
+        start = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            if self.settings.expert_shares == "mini_batch" and not self.forward_only:
+                shares = RouterShares(self.settings.model)
+                with shares.counting(), torch.no_grad():
+                    self._run_schedule(None, forward_only=True)
+                stack.enter_context(shares.in_use())
+            stack.enter_context(torch.set_grad_enabled(not self.forward_only))
+            origin = recorder.now()
+            rows = self._run_schedule(recorder, forward_only=self.forward_only)
+        return self._report(rows, recorder, origin, time.perf_counter() - start)
+
+    def _run_schedule(self, recorder: StepRecorder | None, *, forward_only: bool) -> list[Any]:
+        return run_replica(
+            self.settings.model,
+            self.plan,
+            build=self.builder(),
+            shapes=self._shapes(),
+            forward_step=self.loss.forward_step,
+            forward_only=forward_only,
+            planned_shapes=self.planned_shapes,
+            check_shapes=self.settings.check_shapes,
+            recorder=recorder,
+        )
+
+    def _shapes(self) -> list[tuple[int, int]]:
+        dp_rank = self.settings.model.placement.dp_rank
+        return bucketed_shapes(self.plan, dp_rank, self.settings.bucket_widths)
+
+    def builder(self) -> Callable[[int], Batch]:
+        """What makes the tensors of micro-batch i of this replica."""
+        widths = [width for _, width in self._shapes()]
+        placement = self.settings.model.placement
+        layout = placement.layout
+        weights = self.settings.aggregation.sequence_weights(self.loss.counts)
+        micro_batches = self.plan.replicas[placement.dp_rank].micro_batches
+
+        def build(i: int) -> Batch:
+            samples = micro_batches[i].samples
+            batch = collate(
+                [self.mini_batch.samples[j] for j in samples],
+                packing=self.plan.options.packing,
+                align=self.plan.alignment,
+                device=placement.device,
+                sequence_weights=[weights[j] for j in samples],
+                fields=self.loss.objective.fields,
+                width=widths[i],
+            )
+            if layout.cp == 1:
+                return batch
+            return batch.context_parallel_share(layout.cp, placement.cp_rank)
+
+        return build
+
+    def _report(
+        self, rows: list[Any], recorder: StepRecorder, origin: float, elapsed_s: float
+    ) -> StepReport:
+        """The numbers of the step, joined over the ranks."""
+        placement = self.settings.model.placement
+        events = recorder.events(
+            self.plan.schedule(placement.dp_rank, forward_only=self.forward_only),
+            pp_rank=placement.pp_rank,
+            dp_rank=placement.dp_rank,
+            origin=origin,
+            micro_batches=self.plan.replicas[placement.dp_rank].micro_batches,
+        )
+        span = slowest(events[-1].end_s, placement.device)
+        busy = _reduce(recorder.busy_s, dist.ReduceOp.SUM, placement.device)
+        metrics = Metrics({}) if self.loss.collect is not None else self.loss.metrics(rows)
+        return StepReport(
+            plan=self.plan,
+            loss=metrics.values().get("loss", 0.0),
+            grad_norm=None,
+            step_time_s=slowest(elapsed_s, placement.device),
+            bubble_fraction=1.0 - busy / placement.layout.world_size / span,
+            events=tuple(events),
+            metrics=metrics,
+        )
+
+
+def prepare_step(
+    settings: StepSettings,
+    mini_batch: AnyMiniBatch,
+    plan: MicroBatchPlan,
+    *,
+    objective: Objective,
+    forward_only: bool,
+    planned_shapes: bool,
+    collect: Collect | None = None,
+) -> PreparedStep:
+    """Check that all ranks are about to run the same step, and bring samples where they run.
+
+    Args:
+        settings: the engine's.
+        mini_batch: the samples, over all replicas, or this replica's shard of them.
+        plan: how to cut them.
+        objective: per-token loss.
+        forward_only: leave the backward passes out.
+        planned_shapes: take pipeline shapes from the plan.
+        collect: receives what the model gives of each micro-batch, instead of a loss.
+
+    Raises:
+        ValueError: a sample lacks what the loss needs, or ranks differ; on every rank.
+    """
+    held = mini_batch.samples
+    check_fields(held if isinstance(held, Mapping) else dict(enumerate(held)), objective.fields)
+    begin_step()
+    kind = f"forward_only={forward_only}, objective={objective}"
+    check_same_step(plan, mini_batch.counts(), kind, settings.model.placement.device)
+    if isinstance(mini_batch, ShardedMiniBatch):
+        mini_batch = mini_batch.moved(plan)
+    return PreparedStep(
+        settings=settings,
+        mini_batch=mini_batch,
+        plan=plan,
+        loss=_step_loss(settings, mini_batch, plan, objective, collect),
+        forward_only=forward_only,
+        planned_shapes=planned_shapes,
+    )
+
+
+def slowest(seconds: float, device: torch.device) -> float:
+    """The largest of all ranks' values."""
+    return _reduce(seconds, dist.ReduceOp.MAX, device)
+
+
+def _step_loss(
+    settings: StepSettings,
+    mini_batch: AnyMiniBatch,
+    plan: MicroBatchPlan,
+    objective: Objective,
+    collect: Collect | None,
+) -> StepLoss:
+    model = settings.model
+    layout = model.placement.layout
+    counts = mini_batch.counts()
+    if counts.num_tokens == 0 and collect is None:
+        warnings.warn(
+            f"none of the {len(mini_batch)} samples of the mini-batch has a token that "
+            "carries loss: loss and gradients are zero",
+            stacklevel=5,
+        )
+    return StepLoss(
+        model=model,
+        objective=objective,
+        aggregation=settings.aggregation,
+        counts=counts,
+        scaling=LossScaling(
+            per_token=check_regime(model.config, model.chunks, dp=layout.dp, cp=layout.cp),
+            num_micro_batches=plan.replicas[model.placement.dp_rank].num_micro_batches,
+            dp=layout.dp,
+            cp=layout.cp,
+            num_tokens=sum(mini_batch.lengths),
+        ),
+        mtp_tokens=mini_batch.num_mtp_tokens,
+        collect=collect,
+    )
+
+
+def _reduce(value: float, op: Any, device: torch.device) -> float:
+    tensor = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=op)
+    return tensor.item()
