@@ -63,15 +63,15 @@ bench: $(VENV)/verl
 	$(BIN)/torchrun --standalone --nproc-per-node 8 -m megatron_batching bench
 
 bench-plan: $(VENV)/verl
-	$(BIN)/python -m megatron_batching.bench.plan_quality --quick
-	$(BIN)/python -m megatron_batching.bench.plan_quality --speed
+	$(BIN)/python -m megatron_batching.studies.plan_quality --quick
+	$(BIN)/python -m megatron_batching.studies.plan_quality --speed
 
 bench-execution: $(VENV)/installed
-	$(BIN)/torchrun --standalone --nproc-per-node 8 -m megatron_batching.bench.execution shapes
-	$(BIN)/torchrun --standalone --nproc-per-node 1 -m megatron_batching.bench.execution overhead
+	$(BIN)/torchrun --standalone --nproc-per-node 8 -m megatron_batching.studies.execution shapes
+	$(BIN)/torchrun --standalone --nproc-per-node 1 -m megatron_batching.studies.execution overhead
 
 gpu-check: $(VENV)/installed
-	$(BIN)/torchrun --standalone --nproc-per-node gpu -m megatron_batching.bench.gpu_check
+	$(BIN)/torchrun --standalone --nproc-per-node gpu -m megatron_batching.studies.gpu_check
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -343,9 +343,9 @@ def test_calibrate_from_a_recording(
 
 
 def test_report_shows_every_method(tmp_path: Path, plan: MicroBatchPlan) -> None:
-    from megatron_batching.bench.measure import Case, Measured, predict
+    from megatron_batching.bench.machine import machine
+    from megatron_batching.bench.measure import Measured, MeasuredCase, predict
     from megatron_batching.bench.report import by_layout, summarize, write_report
-    from megatron_batching.bench.suite import machine
 
     config = BenchConfig(layouts=[LAYOUT], traces=[Trace()], methods=["verl", "planned"])
     measured = []
@@ -374,7 +374,7 @@ def test_report_shows_every_method(tmp_path: Path, plan: MicroBatchPlan) -> None
         measured.append(
             Measured(row=row, recording=Recording(timeline=predicted), predicted=predicted)
         )
-    case = Case(layout=LAYOUT, trace=Trace(), methods=tuple(measured))
+    case = MeasuredCase(layout=LAYOUT, trace=Trace(), methods=tuple(measured))
     summary = summarize([case])
     assert summary["speed_up_over_verl"] == pytest.approx(1.5)
     assert summary["over_bound_set_by_work"] == pytest.approx(1.25)
@@ -402,7 +402,7 @@ def test_report_shows_every_method(tmp_path: Path, plan: MicroBatchPlan) -> None
     alone = [Measured(row=dict(m.row), recording=m.recording, predicted=None) for m in measured[1:]]
     for method in alone:
         del method.row["speed_up_over_verl"]
-    without_verl = Case(layout=LAYOUT, trace=Trace(), methods=tuple(alone))
+    without_verl = MeasuredCase(layout=LAYOUT, trace=Trace(), methods=tuple(alone))
     (row,) = by_layout([case, without_verl])
     assert (row["traces"], row["most"]) == ("1", "1.50x")
     assert by_layout([without_verl]) == []

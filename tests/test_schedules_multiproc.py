@@ -2,7 +2,7 @@
 
 Purpose: the order is recorded from inside the stages, so nothing of Megatron's is imitated. Step
 times are held loosely here, since other work slows a shared machine; how close they come on a
-quiet one is measured by `megatron_batching.bench.paced`.
+quiet one is measured by `megatron_batching.studies.paced`.
 Command: pytest tests/test_schedules_multiproc.py
 """
 
@@ -57,7 +57,7 @@ def run_on_rank(arguments: dict[str, Any], planned: bool, seconds: float) -> tup
 
 def make_case(arguments: dict[str, Any], planned: bool, seconds: float) -> Any:
     """Micro-batches of very different times, the same on all ranks."""
-    from megatron_batching.bench.paced import PacedCase
+    from megatron_batching.studies.paced import PacedCase
 
     schedule = PipelineSchedule(**arguments)
     size = np.random.default_rng(0).uniform(0.2, 1.8, schedule.num_micro_batches) * seconds
@@ -82,7 +82,7 @@ def test_real_schedule_runs_the_ops_in_order(
 
 @pytest.mark.parametrize("planned", [True, False], ids=["planned", "exchanged"])
 def test_real_step_takes_the_simulated_time(pools: Any, planned: bool) -> None:
-    from megatron_batching.bench.paced import Costs
+    from megatron_batching.bench.paced_costs import Costs
 
     arguments = {"pp": 4, "vpp": 2, "num_micro_batches": 9, "group": 5}
     case = make_case(arguments, planned, seconds=0.04)
@@ -97,7 +97,7 @@ def test_real_step_takes_the_simulated_time(pools: Any, planned: bool) -> None:
 
 
 def test_benchmark_covers_what_it_should() -> None:
-    from megatron_batching.bench.paced import LAYOUTS, count_ranked, make_cases
+    from megatron_batching.studies.paced import LAYOUTS, count_ranked, make_cases
 
     cases = [case for layout in LAYOUTS for case in make_cases(*layout)]
     schedules = [case.schedule for case in cases]

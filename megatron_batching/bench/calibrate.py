@@ -97,9 +97,9 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
     config.check(world_size)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from megatron_batching.bench.compute import GptCompute, build_engine
+    from megatron_batching.bench.machine import machine
     from megatron_batching.bench.measure import trace_lengths
     from megatron_batching.bench.methods import Method
-    from megatron_batching.bench.suite import machine
     from megatron_batching.megatron.parallel import initialize, shut_down
     from megatron_batching.plan import BatchingOptions, plan_from_rows, plan_mini_batch
 

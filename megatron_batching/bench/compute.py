@@ -23,7 +23,7 @@ import torch
 
 from megatron_batching.bench.fit import Link, read_link
 from megatron_batching.bench.methods import Method
-from megatron_batching.bench.paced import Costs
+from megatron_batching.bench.paced_costs import Costs
 from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
 from megatron_batching.bench.settings import BenchConfig
 from megatron_batching.data import MiniBatch, synthetic_mini_batch

@@ -26,7 +26,7 @@ from megatron_batching.bench.compute import (
 from megatron_batching.bench.fit import Link
 from megatron_batching.bench.gather import clock_offset, gather
 from megatron_batching.bench.methods import Method, make_methods
-from megatron_batching.bench.paced import Costs, measure_costs
+from megatron_batching.bench.paced_costs import Costs, measure_costs
 from megatron_batching.bench.recording import Recording
 from megatron_batching.bench.settings import BenchConfig, Trace
 from megatron_batching.bench.train import mini_batch_lengths
@@ -53,7 +53,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Case:
+class MeasuredCase:
     """All methods on one trace and layout."""
 
     layout: Layout
@@ -66,7 +66,7 @@ class Case:
         return f"{layout_name(self.layout)}, {self.trace.name}"
 
 
-def measure(config: BenchConfig, say: Callable[[str], None]) -> list[Case]:
+def measure(config: BenchConfig, say: Callable[[str], None]) -> list[MeasuredCase]:
     """Measure the whole config; the same cases on every rank.
 
     Args:
@@ -122,7 +122,7 @@ def measure_case(
     compute: PacedCompute | GptCompute,
     offset: float,
     say: Callable[[str], None],
-) -> Case:
+) -> MeasuredCase:
     """All methods on one mini-batch."""
     layout, model = placement.layout, compute.cost_model
     methods = make_methods(config, trace, lengths, layout, compute.planning_model, say)
@@ -184,7 +184,7 @@ def measure_case(
             if other in by_name and other != result.row["method"]:
                 ratios = zip(by_name[other], by_name[result.row["method"]], strict=True)
                 result.row[f"speed_up_over_{other}"] = statistics.median(a / b for a, b in ratios)
-    return Case(layout=layout, trace=trace, methods=tuple(results))
+    return MeasuredCase(layout=layout, trace=trace, methods=tuple(results))
 
 
 def predict(method: Method, model: CostModel, link: Link) -> tuple[Timeline, dict[str, Any]]:
@@ -215,7 +215,7 @@ def predict(method: Method, model: CostModel, link: Link) -> tuple[Timeline, dic
     }
 
 
-def describe_case(case: Case) -> str:
+def describe_case(case: MeasuredCase) -> str:
     """One line: the median step of every method."""
     steps = ", ".join(f"{m.row['method']} {m.row['step_s']:.3f} s" for m in case.methods)
     return f"{case.title}: {steps}"

@@ -18,7 +18,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_batching.bench.compute import layout_name
-from megatron_batching.bench.measure import Case, Measured
+from megatron_batching.bench.measure import Measured, MeasuredCase
 from megatron_batching.bench.recording import CAUSES, write_json
 from megatron_batching.bench.settings import BenchConfig
 from megatron_batching.schedules import draw_png, write_html
@@ -72,7 +72,7 @@ def _columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     return [(name, form) for name, form in COLUMNS if any(form(row) != "-" for row in rows)]
 
 
-def _heading(config: BenchConfig, case: Case) -> str:
+def _heading(config: BenchConfig, case: MeasuredCase) -> str:
     row = case.methods[0].row
     bound = row.get("lower_bound_s")
     text = (
@@ -89,7 +89,7 @@ def _label(config: BenchConfig) -> str:
     return "paced stages" if config.compute == "paced" else "GPT"
 
 
-def case_table(config: BenchConfig, case: Case) -> Table:
+def case_table(config: BenchConfig, case: MeasuredCase) -> Table:
     """All methods on one case."""
     table = Table(title=_heading(config, case), title_justify="left")
     columns = _columns([method.row for method in case.methods])
@@ -100,7 +100,7 @@ def case_table(config: BenchConfig, case: Case) -> Table:
     return table
 
 
-def summarize(cases: Sequence[Case]) -> dict[str, Any]:
+def summarize(cases: Sequence[MeasuredCase]) -> dict[str, Any]:
     """Geometric means of the speed-ups of `planned`, and what each feature is worth."""
     summary: dict[str, Any] = {}
     for other in ("verl", "plain", "baseline"):
@@ -144,12 +144,14 @@ def summarize(cases: Sequence[Case]) -> dict[str, Any]:
     return summary
 
 
-def _figures(cases: Sequence[Case], method: str, key: str) -> list[tuple[Case, float]]:
+def _figures(
+    cases: Sequence[MeasuredCase], method: str, key: str
+) -> list[tuple[MeasuredCase, float]]:
     """One figure of a method, of the cases that have it."""
     return [(case, row[key]) for case in cases if (row := _row(case, method)) and key in row]
 
 
-def by_layout(cases: Sequence[Case]) -> list[dict[str, str]]:
+def by_layout(cases: Sequence[MeasuredCase]) -> list[dict[str, str]]:
     """`planned` against `verl`, one row a layout: geometric means over its traces."""
     table = []
     for layout in dict.fromkeys(case.layout for case in cases):
@@ -175,7 +177,7 @@ def by_layout(cases: Sequence[Case]) -> list[dict[str, str]]:
     return table
 
 
-def _row(case: Case, method: str) -> dict[str, Any] | None:
+def _row(case: MeasuredCase, method: str) -> dict[str, Any] | None:
     return next((m.row for m in case.methods if m.row["method"] == method), None)
 
 
@@ -224,7 +226,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     return table
 
 
-def markdown(cases: Sequence[Case], summary: dict[str, Any]) -> str:
+def markdown(cases: Sequence[MeasuredCase], summary: dict[str, Any]) -> str:
     """One row a case: seconds of the whole methods, then each feature's absence, relative."""
     names = list(dict.fromkeys(m.row["method"] for case in cases for m in case.methods))
     whole = [name for name in names if not name.startswith("no ")]
@@ -263,7 +265,7 @@ def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 
 
 def write_report(
-    config: BenchConfig, cases: Sequence[Case], result: dict[str, Any], folder: Path
+    config: BenchConfig, cases: Sequence[MeasuredCase], result: dict[str, Any], folder: Path
 ) -> list[Path]:
     """Results, report, picture, and of each case and method the recording and prediction."""
     written = [write_json(result, folder / "bench.json")]
@@ -305,7 +307,7 @@ COLOURS = {"plain": "#bbbbbb", "verl": "#e69f00", "baseline": "#e69f00", "planne
 OTHER_COLOUR = "#8fb9d6"  # planned with something off
 
 
-def draw_chart(cases: Sequence[Case], path: Path, caption: str) -> Path:
+def draw_chart(cases: Sequence[MeasuredCase], path: Path, caption: str) -> Path:
     """Step times of the whole methods, one panel a layout, in units of the lower bound.
 
     Where there is no bound in seconds, in units of the fastest method.
@@ -349,7 +351,7 @@ def draw_chart(cases: Sequence[Case], path: Path, caption: str) -> Path:
     return write_whole(path, lambda partial: figure.savefig(partial, dpi=130))
 
 
-def _page(config: BenchConfig, cases: Sequence[Case], result: dict[str, Any]) -> str:
+def _page(config: BenchConfig, cases: Sequence[MeasuredCase], result: dict[str, Any]) -> str:
     summary = "".join(
         f"<tr><td>{html.escape(name)}</td><td class=n>{text}</td></tr>"
         for name, text in _summary_lines({k: result[k] for k in summarize(cases)})
@@ -377,7 +379,7 @@ def _page(config: BenchConfig, cases: Sequence[Case], result: dict[str, Any]) ->
     return "\n".join(parts)
 
 
-def _section(config: BenchConfig, case: Case, number: int) -> str:
+def _section(config: BenchConfig, case: MeasuredCase, number: int) -> str:
     slowest = max(method.row["step_s"] for method in case.methods)
     columns = _columns([method.row for method in case.methods])
     head = "".join(f"<th>{name}</th>" for name, _ in columns)
@@ -401,7 +403,7 @@ def _html_row(method: Measured, columns: Sequence[Column], slowest: float) -> st
     return f"<tr>{cells}<td><i style='width:{width:.0f}px;background:{colour}'></i></td></tr>"
 
 
-def _timelines(case: Case) -> str:
+def _timelines(case: MeasuredCase) -> str:
     """A page with every method's step, each followed by its prediction."""
     shown = []
     for method in case.methods:

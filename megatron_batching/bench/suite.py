@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from megatron_batching.bench.machine import machine
 from megatron_batching.bench.settings import BenchConfig
 from megatron_batching.megatron.config import world_size_from_environment
 
@@ -62,29 +60,6 @@ def run_bench(config: BenchConfig) -> None:
     shut_down()
 
 
-def machine() -> dict[str, Any]:
-    """Hardware, versions, date."""
-    import torch
-
-    versions = {}
-    for package in ("torch", "megatron-core", "verl", "transformer-engine", "megatron-batching"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "none"
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "processes": world_size_from_environment(),
-        "load_average": round(os.getloadavg()[0], 1),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "versions": versions,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def _take_precedence() -> None:
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
@@ -92,13 +67,3 @@ def _take_precedence() -> None:
         raise ValueError(
             "realtime=true needs root on Linux: leave it out, and keep the machine quiet"
         ) from None
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.machine()

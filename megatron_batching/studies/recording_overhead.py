@@ -1,6 +1,6 @@
 """What recording costs: a step with ops and messages recorded against the same step without.
 
-Run: torchrun --nproc-per-node 2 -m megatron_batching.bench.recording_overhead [--steps N]
+Run: torchrun --nproc-per-node 2 -m megatron_batching.studies.recording_overhead [--steps N]
 
 The same paced step (stages sleep next to nothing, so that overhead is as large a share as it can
 be) runs in turn with nothing recorded, and with every op and message. What is compared is CPU time

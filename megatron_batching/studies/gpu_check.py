@@ -1,6 +1,6 @@
 """What only GPUs can show: NCCL, Transformer Engine, packed attention, CUDA options.
 
-Run: torchrun --nproc-per-node GPUS -m megatron_batching.bench.gpu_check
+Run: torchrun --nproc-per-node GPUS -m megatron_batching.studies.gpu_check
 
 The gradients of one mini-batch under every layout that fills the GPUs are compared, parameter by
 parameter, with those of the same weights under data parallelism alone, one padded sample at a time;
@@ -14,19 +14,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron_batching.bench.machine import machine
 from megatron_batching.data import MiniBatch, synthetic_mini_batch
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.megatron.config import (
@@ -248,14 +246,10 @@ def main() -> None:
     summary = {
         "benchmark": "gpu-check",
         "gpus": dist.get_world_size() if on_gpu else 0,
-        "gpu": torch.cuda.get_device_name() if on_gpu else None,
         "ok": not any(r.startswith("failed") for r in results.values()),
         "checks": results,
         "timing": timing,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "megatron_core": version("megatron-core"),
-        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
     }
     say(json.dumps(summary))
     shut_down()

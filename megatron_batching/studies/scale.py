@@ -1,6 +1,6 @@
 """The methods at sizes that nobody measures on a few cores: simulated, up to 8,192 GPUs.
 
-Run: python -m megatron_batching.bench.scale [--samples N] [--quick] [--output FOLDER]
+Run: python -m megatron_batching.studies.scale [--samples N] [--quick] [--output FOLDER]
 
 One mini-batch of each built-in trace, scaled up with the number of replicas, is cut by verl's own
 `rearrange_micro_batches` (by the baseline built in here where verl is not installed) and by the
@@ -22,10 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_batching.bench.machine import machine
 from megatron_batching.bench.methods import without
 from megatron_batching.bench.report import COLOURS
 from megatron_batching.bench.settings import FEATURES
-from megatron_batching.bench.suite import machine
 from megatron_batching.bench.verl_cut import has_verl, verl_plan_alone
 from megatron_batching.plan import (
     BatchingOptions,

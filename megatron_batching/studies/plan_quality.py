@@ -1,6 +1,6 @@
 """Plan quality against verl's own partitioner, in simulated step time.
 
-Run: python -m megatron_batching.bench.plan_quality [--quick] [--dp N ...]
+Run: python -m megatron_batching.studies.plan_quality [--quick] [--dp N ...]
      [--peer verl|baseline] [--trace FILE:CAP ...] [--speed [--curve PNG]]
 
 Both sides get the same mini-batch, cap, cost model (verl's `24576 s + s^2`, its own) and simulator
@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import resource
 import statistics
 import time
@@ -32,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_batching.bench.machine import machine
 from megatron_batching.bench.verl_cut import verl_plan_alone
 from megatron_batching.plan import (
     BatchingOptions,
@@ -45,7 +45,6 @@ from megatron_batching.plan import (
     verl_cost_model,
 )
 from megatron_batching.schedules.files import write_whole
-from megatron_batching.version import __version__
 
 CAPS = {
     "azure_code": 16384,
@@ -77,7 +76,7 @@ GPU_FLOP_PER_SECOND = 400e12  # achieved, 40% of an H100's dense bf16 peak
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PlanComparison:
     """One comparison."""
 
     trace: str
@@ -101,7 +100,7 @@ def verl_step_time(
 
 def compare(
     name: str, lengths: list[int], layout: Layout, cap: int, samples: int, peer: str
-) -> Case:
+) -> PlanComparison:
     """Plan one mini-batch both ways."""
     model = verl_cost_model(layout)
     options = BatchingOptions(max_tokens_per_micro_batch=cap)
@@ -112,7 +111,7 @@ def compare(
         wanted = replace(options, method="baseline")
         other = plan_mini_batch(lengths, layout, wanted, model).predicted.step_time
     work_bound, trip_bound = lower_bounds_of(lengths, layout, options, model)
-    return Case(
+    return PlanComparison(
         trace=name,
         layout=layout,
         samples_per_replica=samples,
@@ -125,7 +124,7 @@ def compare(
 
 def run(
     traces: dict[str, tuple[list[int] | None, int]], peer: str, quick: bool, dps: Sequence[int]
-) -> list[Case]:
+) -> list[PlanComparison]:
     """All cases. traces: name to (lengths to draw from, None for built-in; cap)."""
     pipelines = ((4, 1), (4, 2)) if quick else PIPELINES
     sizes = product(dps, (32,) if quick else SAMPLES)
@@ -149,9 +148,9 @@ def mean(values: Sequence[float]) -> float | None:
     return math.exp(statistics.fmean(map(math.log, values))) if values else None
 
 
-def summarize(cases: list[Case]) -> list[dict[str, Any]]:
+def summarize(cases: list[PlanComparison]) -> list[dict[str, Any]]:
     """Rows by dp, by pp and vpp, and by trace."""
-    groups: dict[str, list[Case]] = defaultdict(list)
+    groups: dict[str, list[PlanComparison]] = defaultdict(list)
     for case in cases:
         groups[f"dp {case.layout.dp}"].append(case)
     for case in cases:
@@ -256,22 +255,6 @@ def draw_growth(rows: list[dict[str, Any]], path: str) -> None:
     write_whole(path, lambda partial: figure.savefig(partial, dpi=130))
 
 
-def versions() -> dict[str, str]:
-    """What ran where."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"megatron-batching": __version__, "numpy": np.__version__}
-    try:
-        found["verl"] = version("verl")
-    except PackageNotFoundError:
-        found["verl"] = "none"
-    return found | {
-        "python": platform.python_version(),
-        "cores": str(os.cpu_count()),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def main() -> None:
     """Parse options, run, print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
@@ -306,7 +289,7 @@ def main() -> None:
                 "--peer baseline"
             )
     print_rows(rows)
-    print(json.dumps({"benchmark": "planning", "versions": versions(), "rows": rows}))
+    print(json.dumps({"benchmark": "planning", "machine": machine(), "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How well the simulator foretells the real schedule: stages that sleep for a given time.
 
-Run: torchrun --nproc-per-node 8 -m megatron_batching.bench.paced [--quick] [--realtime]
+Run: torchrun --nproc-per-node 8 -m megatron_batching.studies.paced [--quick] [--realtime]
 
 Megatron's own `get_forward_backward_func` runs on the CPU with stages that take exactly the time
 they are told to, so whatever else a step takes comes from the schedule and its communication:
@@ -20,20 +20,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
+from megatron_batching.bench.machine import machine
+from megatron_batching.bench.paced_costs import Costs, measure_costs
 from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
-from megatron_batching.megatron.config import world_size_from_environment
 from megatron_batching.megatron.parallel import Placement, initialize, shut_down
 from megatron_batching.plan import Layout
 from megatron_batching.schedules import (
@@ -51,19 +49,6 @@ from megatron_batching.schedules.files import write_text
 
 WORLD_SIZE = 8
 LAYOUTS = [(pp, vpp) for pp in (2, 4, 8) for vpp in (1, 2, 4)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """What the machine adds, in seconds.
-
-    Attributes:
-        op_s: to each op, beyond its sleep.
-        message_s: to each message.
-    """
-
-    op_s: float
-    message_s: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,42 +130,6 @@ def make_cases(pp: int, vpp: int, seed: int = 0) -> list[PacedCase]:
     return cases
 
 
-def measure_costs(
-    num_micro_batches: int = 24, repeats: int = 200, allow_cpu_with_gpu: bool = False
-) -> Costs:
-    """Both costs, the mean over all ranks working at once; leaves the parallel state at pp 1.
-
-    Messages go between pairs of ranks; with an odd number of ranks they cost nothing.
-    """
-    world_size = world_size_from_environment()
-    placement = initialize(
-        Layout(dp=world_size), device="cpu", allow_cpu_with_gpu=allow_cpu_with_gpu
-    )
-    schedule = PipelineSchedule(pp=1, num_micro_batches=num_micro_batches)
-    told = [0.02] * num_micro_batches
-    case = PacedCase(
-        name="plain loop",
-        schedule=schedule,
-        times=StageTimes.even(schedule, told, told),
-        planned_shapes=True,
-    )
-    dist.barrier()
-    step_s = max(event.end_s for event in case.run(placement))
-    op_s = (step_s - 2 * sum(told)) / schedule.num_ops
-    peer, tensor = placement.rank ^ 1, torch.zeros(16, 1, 4)
-    dist.barrier()
-    begin = time.monotonic()
-    for turn in range(repeats if world_size % 2 == 0 else 0):
-        kind = dist.isend if (turn + placement.rank) % 2 else dist.irecv
-        for request in dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer)]):
-            request.wait()
-    message_s = (time.monotonic() - begin) / repeats
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, (op_s, message_s))
-    op_s, message_s = np.mean(everyone, axis=0).tolist()
-    return Costs(op_s=op_s, message_s=message_s)
-
-
 def measure_layout(
     placement: Placement, cases: list[PacedCase], repeats: int
 ) -> list[tuple[PacedCase, Timeline]]:
@@ -251,19 +200,8 @@ def summarize(results: list[dict[str, Any]], costs: Costs) -> dict[str, Any]:
         "pairs": drawn,
         "op_s": costs.op_s,
         "message_s": costs.message_s,
-        "cpu_cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "megatron_core": _megatron_version(),
-        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
     }
-
-
-def _megatron_version() -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version("megatron-core")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What execution costs: exchanged shapes, and everything between a mini-batch and Megatron.
 
-Run: torchrun --nproc-per-node N -m megatron_batching.bench.execution PART [options]
+Run: torchrun --nproc-per-node N -m megatron_batching.studies.execution PART [options]
 
     shapes    planned shapes against Megatron's exchange of shapes, with stages that sleep for the
               time that the plan's cost model foretells; layouts of up to N ranks
@@ -21,18 +21,16 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_batching.bench.machine import machine
 from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
 from megatron_batching.data import MiniBatch, synthetic_mini_batch
 from megatron_batching.engine.pipeline import PipelineEngine
@@ -56,7 +54,7 @@ TOKEN_CAP = 16_384
 SIDES = {"planned": True, "exchanged": False}
 
 
-class Case(NamedTuple):
+class TracedStep(NamedTuple):
     """One plan that both sides run: its name, the step, and its lower bound in seconds."""
 
     name: str
@@ -64,7 +62,7 @@ class Case(NamedTuple):
     lower_bound_s: float
 
 
-def make_case(trace: str, pp: int, vpp: int, *, num_samples: int, work_s: float) -> Case:
+def make_step(trace: str, pp: int, vpp: int, *, num_samples: int, work_s: float) -> TracedStep:
     """Plan one replica's share of a trace.
 
     Args:
@@ -86,7 +84,7 @@ def make_case(trace: str, pp: int, vpp: int, *, num_samples: int, work_s: float)
     times = StageTimes(forward=forward * scale, backward=backward * scale)
     step = PacedStep(schedule=schedule, times=times, shapes=plan.shapes(0))
     name = trace if trace.startswith("@") else os.path.basename(trace)
-    return Case(name, step, lower_bound(schedule, times))
+    return TracedStep(name, step, lower_bound(schedule, times))
 
 
 def compare_shapes(options: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +95,7 @@ def compare_shapes(options: argparse.Namespace) -> dict[str, Any]:
         if pp > world_size or (options.pp and pp not in options.pp):
             continue
         cases = [
-            make_case(trace, pp, vpp, num_samples=options.samples, work_s=options.work_s)
+            make_step(trace, pp, vpp, num_samples=options.samples, work_s=options.work_s)
             for trace in options.lengths
         ]
         placement = initialize(Layout(pp=pp, vpp=vpp, dp=world_size // pp), device="cpu")
@@ -108,7 +106,7 @@ def compare_shapes(options: argparse.Namespace) -> dict[str, Any]:
             own = batch[placement.dp_rank] if placement.dp_rank < len(batch) else None
 
             def run(
-                side: str, own: Case | None = own, model: PipelineModel = model
+                side: str, own: TracedStep | None = own, model: PipelineModel = model
             ) -> tuple[float, Any]:
                 if own is None:
                     return 0.0, None
@@ -343,16 +341,7 @@ def main() -> None:
     parts = {"shapes": compare_shapes, "gpt": compare_gpt, "overhead": measure_overhead}
     summary = parts[options.part](options)
     if dist.get_rank() == 0:
-        machine = {
-            "world_size": dist.get_world_size(),
-            "cpu_cores": os.cpu_count(),
-            "load_average": os.getloadavg()[0],
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "megatron_core": version("megatron-core"),
-            "date": time.strftime("%Y-%m-%d"),
-        }
-        print(json.dumps({**summary, **machine}), flush=True)
+        print(json.dumps({**summary, "machine": machine()}), flush=True)
     shut_down()
 
 

@@ -1,6 +1,6 @@
 """What moving samples between replicas costs, and what it saves.
 
-Run: torchrun --nproc-per-node DP -m megatron_batching.bench.exchange [options]
+Run: torchrun --nproc-per-node DP -m megatron_batching.studies.exchange [options]
 
 Every process plays one replica and holds an equal share of each mini-batch, with the fields of a
 GRPO batch. Measured: sending samples to where the plan runs them and their log-probabilities and
@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
-from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_batching.bench.machine import machine
 from megatron_batching.data import Holdings, move_samples, send_home
 from megatron_batching.megatron.config import world_size_from_environment
 from megatron_batching.plan import (
@@ -49,7 +48,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rows = [_measure(name, cap, options) for name, cap in TRACES.items()]
     if dist.get_rank() == 0:
-        print(json.dumps({"benchmark": "exchange", "rows": rows, **_machine()}))
+        print(json.dumps({"benchmark": "exchange", "rows": rows, "machine": machine()}))
     dist.destroy_process_group()
 
 
@@ -104,15 +103,6 @@ def _sample(n: int) -> dict[str, torch.Tensor]:
 
 def _size(row: dict[str, torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in row.values())
-
-
-def _machine() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "processor": platform.machine(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Programs that measure this package for its documents; each says at its top how it is run."""
