@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
 from megatron_batching.data import MiniBatch, Sample, collate, synthetic_mini_batch
@@ -102,22 +101,19 @@ def build(
 
 @contextlib.contextmanager
 def _layers(kind: str) -> Iterator[None]:
-    """Let `build_model` build layers of this kind."""
-    local_spec = gpt_layer_specs.get_gpt_layer_local_spec
+    """Change what no option of the product stands for, between the layer spec and DDP.
+
+    fp64 and layers without attention have no option; the value head here is as precise as the
+    model, and has a bias.
+    """
     gpt_model = model_module.GPTModel
 
-    def spec(*args: Any, **kwargs: Any) -> Any:
-        layer = local_spec(num_experts=4) if kind.startswith("moe") else local_spec()
-        if "token-local" in kind:
-            layer.submodules.self_attention = IdentityOp
-            layer.submodules.self_attn_bda = IdentityFuncOp
-        return layer
-
     def model(*args: Any, config: Any, transformer_layer_spec: Any, **kwargs: Any) -> Any:
-        if kind == "mtp":
-            kwargs["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
-                config, transformer_layer_spec, use_transformer_engine=False
-            )
+        if "token-local" in kind:
+            layers = getattr(transformer_layer_spec, "layer_specs", [transformer_layer_spec])
+            for layer in layers:
+                layer.submodules.self_attention = IdentityOp
+                layer.submodules.self_attn_bda = IdentityFuncOp
         gpt = gpt_model(
             *args, config=config, transformer_layer_spec=transformer_layer_spec, **kwargs
         )
@@ -126,10 +122,7 @@ def _layers(kind: str) -> Iterator[None]:
         # Megatron's torch norms are fp32 whatever `params_dtype` says.
         return gpt.to(config.params_dtype)
 
-    with (
-        unittest.mock.patch.object(model_module, "get_gpt_layer_local_spec", spec),
-        unittest.mock.patch.object(model_module, "GPTModel", model),
-    ):
+    with unittest.mock.patch.object(model_module, "GPTModel", model):
         yield
 
 

@@ -20,15 +20,12 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_batching.megatron.config import ModelConfig
 from megatron_batching.megatron.initial_weights import initialize_weights
+from megatron_batching.megatron.layers import decoder_spec, mtp_spec
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.value_head import ValueHead
 from megatron_batching.plan import Layout
@@ -138,19 +135,20 @@ def build_model(
     use_te = placement.device.type == "cuda" and has_transformer_engine()
     config = _transformer_config(model, placement)
     ddp = ddp or DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **model.ddp})
-    spec = get_gpt_layer_with_transformer_engine_spec() if use_te else get_gpt_layer_local_spec()
     chunks = []
     for chunk in range(layout.vpp):
+        vp_stage = chunk if layout.vpp > 1 else None
         gpt = GPTModel(
             config=config,
-            transformer_layer_spec=spec,
+            transformer_layer_spec=decoder_spec(config, use_te=use_te, vp_stage=vp_stage),
+            mtp_block_spec=mtp_spec(config, use_te=use_te, vp_stage=vp_stage),
             vocab_size=model.vocab_size,
             max_sequence_length=model.max_sequence_length,
             pre_process=placement.pp_rank == 0 and chunk == 0,
             post_process=placement.is_last_stage and chunk == layout.vpp - 1,
             position_embedding_type=model.position_embedding,
             share_embeddings_and_output_weights=model.tie_embeddings,
-            vp_stage=chunk if layout.vpp > 1 else None,
+            vp_stage=vp_stage,
         )
         if value_head and gpt.post_process:
             gpt.output_layer = ValueHead(config)
