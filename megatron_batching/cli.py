@@ -49,6 +49,11 @@ VPP = Annotated[int, typer.Option("--vpp", help="Model chunks per pipeline rank.
 DP = Annotated[int, typer.Option("--dp", help="Data-parallel replicas.")]
 TP = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")]
 CP = Annotated[int, typer.Option("--cp", help="Context-parallel ranks.")]
+EP = Annotated[int, typer.Option("--ep", help="Expert-parallel ranks.")]
+ETP = Annotated[
+    int | None,
+    typer.Option("--etp", help="Tensor-parallel ranks of an expert; as --tp if left out."),
+]
 Group = Annotated[
     int | None,
     typer.Option("--group", help="microbatch_group_size_per_vp_stage; chosen if left out."),
@@ -102,6 +107,8 @@ def plan(
     dp: DP = 1,
     tp: TP = 1,
     cp: CP = 1,
+    ep: EP = 1,
+    etp: ETP = None,
     group: Group = None,
     max_tokens: MaxTokens = None,
     micro_batch_size: MicroBatchSize = None,
@@ -113,7 +120,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Cut one mini-batch into micro-batches."""
-    sizes = {"pp": pp, "vpp": vpp, "dp": dp, "tp": tp, "cp": cp, "group": group}
+    sizes = dict(pp=pp, vpp=vpp, dp=dp, tp=tp, cp=cp, ep=ep, etp=etp, group=group)
     options = {
         "max_tokens_per_micro_batch": max_tokens,
         "micro_batch_size": micro_batch_size,
@@ -138,6 +145,8 @@ def simulate(
     dp: DP = 1,
     tp: TP = 1,
     cp: CP = 1,
+    ep: EP = 1,
+    etp: ETP = None,
     group: Group = None,
     max_tokens: MaxTokens = None,
     micro_batch_size: MicroBatchSize = None,
@@ -173,7 +182,7 @@ def simulate(
     from megatron_batching.schedules import Communication
 
     def make(text: str, method: str) -> MicroBatchPlan:
-        sizes = {"pp": pp, "vpp": vpp, "dp": dp, "tp": tp, "cp": cp, "group": group}
+        sizes = dict(pp=pp, vpp=vpp, dp=dp, tp=tp, cp=cp, ep=ep, etp=etp, group=group)
         options = {
             "max_tokens_per_micro_batch": max_tokens,
             "micro_batch_size": micro_batch_size,
@@ -228,6 +237,8 @@ def what_if(
     vpp: Annotated[str, typer.Option(help="Chunk counts to try, with commas.")] = "1,2,4",
     tp: TP = 1,
     cp: CP = 1,
+    ep: EP = 1,
+    etp: ETP = None,
     num_layers: Annotated[
         int | None, typer.Option(help="Leave out layouts that do not divide the layers.")
     ] = None,
@@ -248,6 +259,8 @@ def what_if(
         vpp=_numbers("--vpp", vpp),
         tp=tp,
         cp=cp,
+        ep=ep,
+        etp=etp,
         num_layers=num_layers,
         group=group,
         cost=cost,

@@ -25,6 +25,7 @@ from megatron_batching.data import synthetic_mini_batch
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.loss import Metrics, token_log_probs
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
+from megatron_batching.megatron.experts import tensor_parallel_group
 from megatron_batching.megatron.parallel import initialize
 from megatron_batching.plan import BatchingOptions, Layout
 
@@ -105,11 +106,10 @@ def plain_autograd(*, kind: str, modes: tuple[str, ...]) -> list[dict[str, Any]]
 
 def _errors(engine: PipelineEngine, report: Any, truth: Any, loss_scale: float) -> dict[str, Any]:
     true_metrics, true_grads = truth
-    placement = engine.placement
     gradients: dict[str, float] = {}
     for name, parameter in engine.model.named_parameters():
         whole = true_grads[name]
-        part = shard(whole, parameter, placement)
+        part = shard(name, whole, parameter)
         difference = (parameter.main_grad.double() / loss_scale - part).abs().max()
         gradients[name] = _relative(difference.item(), whole.abs().max().item())
     values = report.metrics.values()
@@ -138,12 +138,12 @@ def _relative(difference: float, size: float) -> float:
     return difference / size
 
 
-def shard(whole: torch.Tensor, parameter: Any, placement: Any) -> torch.Tensor:
+def shard(name: str, whole: torch.Tensor, parameter: Any) -> torch.Tensor:
     """The part of a gradient that this tensor-parallel rank holds."""
-    tp = placement.layout.tp
-    if tp == 1 or not getattr(parameter, "tensor_model_parallel", False):
+    group = tensor_parallel_group(name)
+    if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return whole
-    return whole.chunk(tp, parameter.partition_dim)[placement.tp_rank]
+    return whole.chunk(group.size(), parameter.partition_dim)[group.rank()]
 
 
 def all_masked(*, layout: dict[str, Any], per_token: bool, kind: str = "gpt") -> dict[str, Any]:

@@ -18,10 +18,16 @@ def layouts(draw: st.DrawFn, most_dp: int = 3) -> Layout:
     pp = draw(st.integers(1, 6))
     vpp = draw(st.integers(1, 3)) if pp > 1 else 1
     group = draw(st.none() | st.integers(pp, 2 * pp)) if vpp > 1 else None
-    return Layout(
-        pp=pp, vpp=vpp, dp=draw(st.integers(1, most_dp)), cp=draw(st.sampled_from([1, 1, 2])),
-        group=group,
-    )  # fmt: skip
+    dp, cp = draw(st.integers(1, most_dp)), draw(st.sampled_from([1, 1, 2]))
+    tp = draw(st.sampled_from([1, 1, 2]))
+    experts = [
+        (ep, etp)
+        for ep in range(1, dp * cp * tp + 1)
+        for etp in (None, 1, 2)
+        if dp * cp * tp % (ep * (etp or tp)) == 0
+    ]
+    ep, etp = draw(st.sampled_from([(1, None), *experts]))
+    return Layout(pp=pp, vpp=vpp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp, group=group)
 
 
 @st.composite

@@ -48,7 +48,16 @@ def test_plan_prints_the_documented_json(run: Any, lengths_file: str) -> None:
     )
     assert code == 0
     plan = json.loads(out)
-    assert plan["layout"] == {"pp": 2, "vpp": 2, "dp": 2, "tp": 1, "cp": 1, "group": None}
+    assert plan["layout"] == {
+        "pp": 2,
+        "vpp": 2,
+        "dp": 2,
+        "tp": 1,
+        "cp": 1,
+        "ep": 1,
+        "etp": None,
+        "group": None,
+    }
     assert isinstance(plan["group"], int)
     assert [r["dp_rank"] for r in plan["replicas"]] == [0, 1]
     for replica in plan["replicas"]:

@@ -221,5 +221,9 @@ def _described(events: Sequence[Event], method: Method, dp_rank: int) -> tuple[E
 
 def layout_name(layout: Layout) -> str:
     """Sizes above 1, such as `pp 4 x vpp 2 x dp 2`."""
-    sizes = {"pp": layout.pp, "vpp": layout.vpp, "dp": layout.dp, "tp": layout.tp, "cp": layout.cp}
-    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
+    names = ("pp", "vpp", "dp", "tp", "cp", "ep")
+    sizes = {name: getattr(layout, name) for name in names}
+    if layout.etp is not None:
+        sizes["etp"] = layout.etp
+    named = [f"{n} {size}" for n, size in sizes.items() if size > 1 or n == "etp"]
+    return " x ".join(named) or "1 rank"

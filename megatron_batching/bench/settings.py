@@ -116,9 +116,10 @@ class BenchConfig:
         """Raise ValueError unless every layout fills the processes."""
         for layout in self.layouts:
             check_world_size(layout, world_size)
-            if self.compute == "paced" and layout.tp * layout.cp > 1:
+            if self.compute == "paced" and layout.tp * layout.cp * layout.ep > 1:
                 raise ValueError(
-                    f"tp={layout.tp} cp={layout.cp}: paced stages have neither; use compute=model"
+                    f"tp={layout.tp} cp={layout.cp} ep={layout.ep}: paced stages have none of "
+                    "them; use compute=model"
                 )
 
 

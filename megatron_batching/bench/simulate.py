@@ -24,6 +24,7 @@ from megatron_batching.plan import (
     load_cost_model,
     plan_mini_batch,
 )
+from megatron_batching.plan.layout import check_positive
 from megatron_batching.plan.predict import COMMUNICATION
 from megatron_batching.schedules import (
     Communication,
@@ -304,6 +305,8 @@ def what_if(
     vpp: Sequence[int] = (1, 2, 4),
     tp: int = 1,
     cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
     num_layers: int | None = None,
     group: int | None = None,
     cost: str | None = None,
@@ -319,6 +322,8 @@ def what_if(
         vpp: chunk counts to try.
         tp: tensor-parallel ranks.
         cp: context-parallel ranks.
+        ep: expert-parallel ranks; layouts whose stages they do not fill are left out.
+        etp: tensor-parallel ranks of an expert; None means tp.
         num_layers: leaves out layouts that do not divide the model's layers.
         group: sets the group instead of leaving it to the planner.
         cost: cost model that fits every layout: "tokens" or "verl".
@@ -331,12 +336,25 @@ def what_if(
         raise ValueError(
             f"gpus is {gpus} with tp {tp} and cp {cp}: it must be a multiple of {tp * cp}"
         )
+    for name, size in (("ep", ep), ("etp", etp)):
+        if size is not None:
+            check_positive(name, size)
     ranks = gpus // (tp * cp)
     sizes = pp or [n for n in range(1, min(ranks, 16) + 1) if ranks % n == 0]
     layouts = [
-        Layout(pp=p, vpp=v, dp=ranks // p, tp=tp, cp=cp, group=group if v > 1 else None)
+        Layout(
+            pp=p,
+            vpp=v,
+            dp=ranks // p,
+            tp=tp,
+            cp=cp,
+            ep=ep,
+            etp=etp,
+            group=group if v > 1 else None,
+        )
         for p, v in itertools.product(sizes, vpp)
         if ranks % p == 0
+        and (gpus // p) % (ep * (etp or tp)) == 0
         and (p > 1 or v == 1)
         and (num_layers is None or num_layers % (p * v) == 0)
         and not (group is not None and v > 1 and group < p)
@@ -345,6 +363,7 @@ def what_if(
         raise ValueError(
             f"no layout of {gpus} GPUs has pp in {list(sizes)} and vpp in {list(vpp)}"
             + (f" and divides {num_layers} layers" if num_layers else "")
+            + (f" and room for ep {ep} x etp {etp or tp} in a stage" if ep > 1 or etp else "")
             + ": allow other sizes"
         )
     base = options or BatchingOptions(max_tokens_per_micro_batch=1, search_budget=WHAT_IF_BUDGET)

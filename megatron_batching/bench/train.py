@@ -127,8 +127,7 @@ def _describe(engine: PipelineEngine) -> str:
     device = "CPU mode, gloo" if placement.device.type == "cpu" else "GPU, NCCL"
     layers = "Transformer Engine" if engine.model.uses_transformer_engine else "local"
     return (
-        f"megatron-core {version('megatron-core')}, {layers} layers, {device}; pp {layout.pp}, "
-        f"vpp {layout.vpp}, dp {layout.dp}, tp {layout.tp}, cp {layout.cp}"
+        f"megatron-core {version('megatron-core')}, {layers} layers, {device}; {layout.describe()}"
     )
 
 

@@ -41,7 +41,7 @@ from megatron_batching.loss import (
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
 from megatron_batching.megatron.model import PipelineModel, build_model
 from megatron_batching.megatron.parallel import Placement
-from megatron_batching.plan import BatchingOptions, MicroBatchPlan, plan_mini_batch
+from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan, plan_mini_batch
 
 
 class FSDPEngine(Engine):
@@ -74,10 +74,10 @@ class FSDPEngine(Engine):
         model_type: str = "language_model",
     ) -> None:
         layout = placement.layout
-        if layout.world_size != layout.dp:
+        if layout != Layout(dp=layout.dp):
             raise ValueError(
-                f"the FSDP engine shards over replicas only, but the layout has pp {layout.pp}, "
-                f"tp {layout.tp}, cp {layout.cp}; use dp alone, or the megatron backend"
+                f"the FSDP engine shards over replicas only, but the layout is "
+                f"{layout.describe()}; use dp alone, or the megatron backend"
             )
         self.placement = placement
         self.batching = batching

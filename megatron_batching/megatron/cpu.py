@@ -158,6 +158,15 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         why="writes torch.cuda.default_generators, which is empty without a GPU",
     ),
     Substitution(
+        module="megatron.core.transformer.moe.token_dispatcher",
+        name="maybe_move_tensor_to_cpu",
+        replacement=lambda tensor, as_numpy=False, record_stream=False: (
+            tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+        ),
+        why="how many tokens go to which rank leaves the GPU as an array, which the all-to-all of "
+        "experts takes; what is on the host already would stay a tensor, which it refuses",
+    ),
+    Substitution(
         module="torch.distributed.distributed_c10d",
         name="ProcessGroupGloo",
         replacement=_SharedGloo,

@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on how the model is laid out over pp, vpp, dp and tp.
+"""Initial weights that do not depend on how the model is laid out: pp, vpp, dp, tp, ep, etp.
 
 Megatron draws each weight from one generator per rank, so its values follow the layout, and runs
 under two layouts cannot be compared. Here each matrix is drawn whole, from a generator seeded by
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_batching.megatron.experts import common_expert_name, tensor_parallel_group
+
 if TYPE_CHECKING:
     from megatron_batching.megatron.model import PipelineModel
 
@@ -22,8 +24,6 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 @torch.no_grad()
 def initialize_weights(model: PipelineModel, seed: int) -> None:
     """Draw each matrix from its own generator; vectors keep their constant initial value."""
-    tp_rank = model.placement.tp_rank
-    tp = model.placement.layout.tp
     scaled = ("linear_proj.weight", "linear_fc2.weight")
     is_tied = model.gpts[-1].share_embeddings_and_output_weights
     with torch.random.fork_rng(devices=[]):
@@ -32,12 +32,15 @@ def initialize_weights(model: PipelineModel, seed: int) -> None:
                 continue
             # A tied output layer holds the embedding's weight under a second name.
             origin = _EMBEDDING if is_tied and name == "output_layer.weight" else name
+            origin = common_expert_name(origin)
             torch.manual_seed(zlib.crc32(f"{seed}/{origin}".encode()))
             init = (
                 model.config.output_layer_init_method
-                if name.endswith(scaled)
+                if origin.endswith(scaled)
                 else model.config.init_method
             )
+            group = tensor_parallel_group(name)
+            tp = group.size()
             dim = getattr(parameter, "partition_dim", -1)
             sharded = tp > 1 and getattr(parameter, "tensor_model_parallel", False) and dim >= 0
             shape = list(parameter.shape)
@@ -47,7 +50,7 @@ def initialize_weights(model: PipelineModel, seed: int) -> None:
             init(full)
             if sharded:
                 # A gated first MLP matrix holds gate and up halves, each sharded on its own.
-                gated = model.config.gated_linear_unit and name.endswith("linear_fc1.weight")
+                gated = model.config.gated_linear_unit and origin.endswith("linear_fc1.weight")
                 halves = full.chunk(2, dim) if gated else (full,)
-                full = torch.cat([half.chunk(tp, dim)[tp_rank] for half in halves], dim)
+                full = torch.cat([half.chunk(tp, dim)[group.rank()] for half in halves], dim)
             parameter.copy_(full)

@@ -24,6 +24,13 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_batching.megatron.config import ModelConfig
+from megatron_batching.megatron.experts import (
+    check_experts,
+    check_named,
+    first_expert,
+    global_expert_name,
+    mark_experts,
+)
 from megatron_batching.megatron.initial_weights import initialize_weights
 from megatron_batching.megatron.layers import decoder_spec, mtp_spec
 from megatron_batching.megatron.parallel import Placement
@@ -57,8 +64,9 @@ class PipelineModel:
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         """This rank's parameters, which hold Megatron's `main_grad`, under their global names.
 
-        Layers are counted over the whole model.
+        Layers and experts are counted over the whole model.
         """
+        first = first_expert(self.config)
         for gpt in self.gpts:
             numbers = {
                 f"decoder.layers.{i}.": f"decoder.layers.{layer.layer_number - 1}."
@@ -66,7 +74,8 @@ class PipelineModel:
             }
             for name, parameter in gpt.named_parameters():
                 prefix = next((p for p in numbers if name.startswith(p)), None)
-                yield (name if prefix is None else numbers[prefix] + name[len(prefix) :]), parameter
+                whole = name if prefix is None else numbers[prefix] + name[len(prefix) :]
+                yield global_expert_name(whole, first), parameter
 
     def zero_grad(self) -> None:
         """Zero the gradient buffers; once before each mini-batch."""
@@ -94,6 +103,7 @@ def check_model(model: ModelConfig, layout: Layout) -> None:
         )
     check_fields("model.transformer", model.transformer, TransformerConfig)
     check_fields("model.ddp", model.ddp, DistributedDataParallelConfig)
+    check_experts(model.transformer, layout)
 
 
 def check_fields(section: str, values: Mapping[str, Any], cls: Any) -> None:
@@ -154,6 +164,7 @@ def build_model(
             gpt.output_layer = ValueHead(config)
         if placement.device.type == "cuda":
             gpt.cuda(placement.device)
+        mark_experts(gpt, layout)
         module = gpt if model.precision == "fp32" else Float16Module(config, gpt)
         # Only the first chunk may be cut into buckets: the others' gradients are complete
         # too late for a bucketed reduction to overlap with anything.
@@ -165,6 +176,7 @@ def build_model(
         config.no_sync_func = [c.no_sync for c in chunks] if layout.vpp > 1 else chunks[0].no_sync
     if ddp.overlap_param_gather and ddp.align_param_gather and layout.vpp > 1:
         config.param_sync_func = [c.start_param_sync for c in chunks]
+    check_named(result)
     initialize_weights(result, seed)
     return result
 
@@ -181,6 +193,8 @@ def _transformer_config(model: ModelConfig, placement: Placement) -> Transformer
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         microbatch_group_size_per_vp_stage=layout.group or (layout.pp if interleaved else None),
         pipeline_dtype=dtype,
         params_dtype=dtype,

@@ -36,6 +36,8 @@ class Placement:
     dp_rank: int
     tp_rank: int
     cp_rank: int
+    ep_rank: int = 0
+    etp_rank: int = 0
 
     @property
     def is_last_stage(self) -> bool:
@@ -58,7 +60,7 @@ def initialize(
     lost from then on ends all of them, see `megatron_batching.megatron.run_guard`.
 
     Args:
-        layout: sizes of each parallel dimension; their product must be the world size.
+        layout: sizes of each parallel dimension; pp x dp x tp x cp must be the world size.
         device: "auto" (GPU when there is one), "cpu" (see `megatron_batching.megatron.cpu`) or
             "cuda".
         allow_cpu_with_gpu: let device="cpu" leave an available GPU idle.
@@ -90,6 +92,8 @@ def initialize(
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
     )
     _groups_of_megatron.extend(g for g in _process_groups() if g not in others)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -101,6 +105,8 @@ def initialize(
         dp_rank=parallel_state.get_data_parallel_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
     )
 
 

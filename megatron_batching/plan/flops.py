@@ -5,8 +5,12 @@ projections and MLP (2 FLOP a parameter and token), attention scores and values 
 the router, the LM head on the last stage. Two things are not FLOP but take time, and are
 charged as the FLOP that the accelerator could do meanwhile: reading a stage's weights once a
 micro-batch, and copying embeddings on the first stage. Left out: norms, dropout, softmax,
-communication inside a layer, kernels slower than peak. `megatron-batching calibrate` measures
-those; ratios between stages and lengths, which decide a plan, are mostly right without.
+communication inside a layer (with experts the all-to-all before and after them), kernels slower
+than peak. `megatron-batching calibrate` measures those; ratios between stages and lengths, which
+decide a plan, are mostly right without.
+
+Experts are taken to be used evenly. Then each rank computes as much for them as for its own
+micro-batch, whatever ep is; what ep and etp change is how many of their weights it reads.
 
 Sources: Narayanan et al. 2021 (arXiv 2104.04473), equation 2, for the dense counts, with causal
 attention halved; Korthikanti et al. 2022 (arXiv 2205.05198) for recompute.
@@ -40,15 +44,17 @@ def transformer_cost_model(
         config: a TransformerConfig, or any object with its attribute names; read are num_layers,
             hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels,
             gated_linear_unit, num_moe_experts and the other moe_ sizes, recompute_granularity,
-            recompute_method, recompute_num_layers, expert_model_parallel_size, and how layers are
-            split (num_layers_in_first_pipeline_stage, account_for_loss_in_pipeline_split, ...).
-        layout: pp, vpp, tp and cp; work is shared by tp x cp ranks.
+            recompute_method, recompute_num_layers, and how layers are split
+            (num_layers_in_first_pipeline_stage, account_for_loss_in_pipeline_split, ...).
+        layout: pp, vpp, tp, cp, ep and etp; work is shared by tp x cp ranks, experts' weights by
+            ep x etp.
         vocab_size: rows of the LM head.
         layers_per_stage: [S] layers of each virtual stage, when the config alone does not tell.
         flops_per_second: achieved by one GPU; gives times in seconds instead of FLOP.
 
     Raises:
-        ValueError: layers do not divide among the stages.
+        ValueError: layers do not divide among the stages, or the config has another ep or etp than
+            the layout.
 
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(num_layers=4, hidden_size=64, num_attention_heads=4)
@@ -59,6 +65,7 @@ def transformer_cost_model(
     True
     """
     check_positive("vocab_size", vocab_size)
+    _check_expert_ranks(config, layout)
     layers = _stage_layers(config, layout, layers_per_stage)
     hidden = config.hidden_size
     projected = _value(config, "kv_channels", hidden // config.num_attention_heads)
@@ -68,7 +75,7 @@ def transformer_cost_model(
     first = 0
     for stage, count in enumerate(layers):
         rows = np.array(
-            [_layer(config, index, projected) for index in range(first, first + count)]
+            [_layer(config, index, projected, layout) for index in range(first, first + count)]
         ).reshape(count, 3)
         forward[stage] = rows.sum(0)
         recompute[stage] = _recomputed(config, rows)
@@ -90,8 +97,22 @@ def transformer_cost_model(
     )
 
 
-def _layer(config: Any, index: int, projected: int) -> tuple[float, float, float]:
-    """Forward FLOP of one layer: per micro-batch, token and pair."""
+def _check_expert_ranks(config: Any, layout: Layout) -> None:
+    for field, name, size in (
+        ("expert_model_parallel_size", "ep", layout.ep),
+        ("expert_tensor_parallel_size", "etp", layout.expert_tp),
+    ):
+        given = _value(config, field, size)
+        # A config left at its defaults says nothing.
+        if given != size and given != 1:
+            raise ValueError(
+                f"the config has {field}={given}, the layout {name}={size}: pass a Layout with "
+                f"{name}={given}"
+            )
+
+
+def _layer(config: Any, index: int, projected: int, layout: Layout) -> tuple[float, float, float]:
+    """Forward FLOP of one layer: per micro-batch, token and pair; before tp shares them."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     groups = _value(config, "num_query_groups", heads)
     attention = hidden * projected * (2 + 2 * groups / heads)
@@ -104,7 +125,8 @@ def _layer(config: Any, index: int, projected: int) -> tuple[float, float, float
         expert = matrices * hidden * _value(config, "moe_ffn_hidden_size", ffn)
         shared = matrices * hidden * _value(config, "moe_shared_expert_intermediate_size", 0)
         used = _value(config, "moe_router_topk", 2) * expert + shared + hidden * experts
-        local = experts / _value(config, "expert_model_parallel_size", 1)
+        # Of an expert, etp ranks store a part each, of all else tp ranks.
+        local = experts / layout.ep * layout.tp / layout.expert_tp
         stored = local * expert + shared + hidden * experts
     per_token = 2.0 * (attention + used)
     return OVERHEAD_TOKENS * 2.0 * (attention + stored), per_token, 2.0 * projected

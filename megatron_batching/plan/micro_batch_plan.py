@@ -215,8 +215,21 @@ class MicroBatchPlan:
                 raise ValueError(f"samples {list(members)} are one sample group but were parted")
         if options.balance == "none" and self.num_moved:
             raise ValueError(f"{self.num_moved} samples left their owner under balance='none'")
-        if options.same_count and len({r.num_micro_batches for r in self.replicas}) > 1:
+        self._validate_same_counts()
+
+    def _validate_same_counts(self) -> None:
+        counts = [replica.num_micro_batches for replica in self.replicas]
+        if self.options.same_count and len(set(counts)) > 1:
             raise ValueError("replicas differ in number of micro-batches under same_count")
+        linked = self.layout.linked_replicas
+        for first in range(0, len(counts), linked):
+            if len(set(counts[first : first + linked])) > 1:
+                raise ValueError(
+                    f"dp ranks {first} to {first + linked - 1} meet in every MoE layer with "
+                    f"ep={self.layout.ep} etp={self.layout.expert_tp}, but have "
+                    f"{counts[first : first + linked]} micro-batches: they need the same number; "
+                    "plan for this layout"
+                )
 
     def _validate_count(self, replica: ReplicaPlan) -> None:
         count, options = replica.num_micro_batches, self.options
@@ -314,8 +327,8 @@ class MicroBatchPlan:
         tokens = [sum(b.tokens for b in r.micro_batches) for r in self.replicas]
         return "\n".join(
             [
-                f"layout      pp {layout.pp}, vpp {layout.vpp}, dp {layout.dp}, tp {layout.tp}, "
-                f"cp {layout.cp}" + (f"; group {self.group}" if self.group else ""),
+                f"layout      {layout.describe()}"
+                + (f"; group {self.group}" if self.group else ""),
                 f"limit       {self._describe_limit()}",
                 f"samples     {len(self.lengths)}, {sum(self.lengths)} tokens, longest "
                 f"{max(self.lengths)}; {self.num_moved} move to another replica",

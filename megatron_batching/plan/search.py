@@ -59,24 +59,50 @@ Setting = tuple[int, int | None]
 
 @dataclass(eq=False)
 class Table:
-    """Best candidate of each rank, for each group (and count, where replicas must agree on it)."""
+    """Best candidate of each rank, for each group (and count, where replicas must agree on it).
+
+    Attributes:
+        num_ranks: replicas.
+        agreeing: so many neighbours need one count, n = num_ranks / agreeing times.
+        best: [num_ranks] of each setting; the count is left out (0) where none need agree.
+    """
 
     num_ranks: int
-    same_count: bool
+    agreeing: int
     best: dict[Setting, list[Candidate | None]] = field(default_factory=dict)
 
     def offer(self, setting: Setting, rank: int, candidate: Candidate) -> None:
         """Keep the candidate if it is the best of its rank."""
-        key = (setting[0] if self.same_count else 0, setting[1])
+        key = (setting[0] if self.has_counts else 0, setting[1])
         row = self.best.setdefault(key, [None] * self.num_ranks)
         old = row[rank]
         if old is None or candidate.time < old.time:
             row[rank] = candidate
 
+    @property
+    def has_counts(self) -> bool:
+        """Whether plans are kept for each count; one replica alone tries all for polishing."""
+        return self.agreeing > 1 or self.num_ranks == 1
+
     def finalists(self) -> list[Finalist]:
-        """Plans of all ranks, one a group (and count)."""
-        rows = [(group, [c for c in row if c]) for (_, group), row in self.best.items()]
-        return [Finalist(group=g, candidates=c) for g, c in rows if len(c) == self.num_ranks]
+        """Plans of all ranks: one a setting if all agree on it, else one a group."""
+        found = []
+        for group in dict.fromkeys(group for _, group in self.best):
+            rows = [row for (_, g), row in self.best.items() if g == group]
+            blocks = [
+                [
+                    [c for c in held if c]
+                    for held in (row[first : first + self.agreeing] for row in rows)
+                    if all(held)
+                ]
+                for first in range(0, self.num_ranks, self.agreeing)
+            ]
+            if len(blocks) == 1:
+                found += [Finalist(group=group, candidates=c) for c in blocks[0]]
+            elif all(blocks):
+                chosen = [min(choices, key=_slowest) for choices in blocks]
+                found.append(Finalist(group=group, candidates=[c for b in chosen for c in b]))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,7 +115,7 @@ class Finalist:
     @property
     def time(self) -> float:
         """Step time of the slowest replica."""
-        return max(candidate.time for candidate in self.candidates)
+        return _slowest(self.candidates)
 
 
 class Search:
@@ -230,7 +256,7 @@ class Search:
     def _fit(self, shares: Shares) -> list[Finalist]:
         """Best plans found for these shares."""
         dp = self.layout.dp
-        table = Table(dp, self.options.same_count or dp == 1)
+        table = Table(dp, dp if self.options.same_count else self.layout.linked_replicas)
         least = np.array([max(self.low, 1, self.packer.least_count(s)) for s in shares])
         most = np.maximum(least, [len(share) for share in shares])
         ranks = representatives(self.packer, shares, NUM_REPRESENTATIVES)
@@ -290,7 +316,7 @@ class Search:
         It is asked from the highest count on that any rank needs, in this sweep or in another: a
         plan needs candidates of all ranks for one group, and not every count is legal in each.
         """
-        if table.same_count:
+        if table.has_counts:
             finalists = table.finalists()
             if not finalists:
                 return False
@@ -379,3 +405,7 @@ def _orders(loads: np.ndarray, pp: int) -> list[np.ndarray]:
 
 def _time(finalist: Finalist) -> float:
     return finalist.time
+
+
+def _slowest(candidates: list[Candidate]) -> float:
+    return max(candidate.time for candidate in candidates)
