@@ -109,7 +109,7 @@ def _errors(engine: PipelineEngine, report: Any, truth: Any, loss_scale: float) 
     gradients: dict[str, float] = {}
     for name, parameter in engine.model.named_parameters():
         whole = true_grads[name]
-        part = shard(name, whole, parameter)
+        part = shard(name, whole, parameter, engine.model.config.gated_linear_unit)
         difference = (parameter.main_grad.double() / loss_scale - part).abs().max()
         gradients[name] = _relative(difference.item(), whole.abs().max().item())
     values = report.metrics.values()
@@ -138,12 +138,15 @@ def _relative(difference: float, size: float) -> float:
     return difference / size
 
 
-def shard(name: str, whole: torch.Tensor, parameter: Any) -> torch.Tensor:
+def shard(name: str, whole: torch.Tensor, parameter: Any, is_gated: bool) -> torch.Tensor:
     """The part of a gradient that this tensor-parallel rank holds."""
     group = tensor_parallel_group(name)
     if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return whole
-    return whole.chunk(group.size(), parameter.partition_dim)[group.rank()]
+    dim = parameter.partition_dim
+    # A gated first matrix is two, one above the other.
+    halves = whole.chunk(2, dim) if is_gated and "linear_fc1.weight" in name else (whole,)
+    return torch.cat([half.chunk(group.size(), dim)[group.rank()] for half in halves], dim)
 
 
 def all_masked(*, layout: dict[str, Any], per_token: bool, kind: str = "gpt") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron_batching.data import MiniBatch, Sample, collate, synthetic_mini_batch
 from megatron_batching.loss import Aggregation, CrossEntropy, PolicyLoss, ValueLoss
@@ -68,9 +69,8 @@ def model_config(kind: str, precision: str, per_token: bool, num_layers: int) ->
         transformer.update(_MOE, moe_router_load_balancing_type="aux_loss")
     if kind == "moe z-loss":
         transformer.update(moe_aux_loss_coeff=0.0)
-    if kind == "moe token-local":
-        # A z-loss is a mean of the cp ranks' means, whatever they hold.
-        transformer.update(moe_z_loss_coeff=None)
+    if kind == "moe gated":
+        transformer.update(gated_linear_unit=True, moe_shared_expert_intermediate_size=8)
     if kind == "mtp":
         transformer.update(mtp_num_layers=1, mtp_loss_scaling_factor=0.3)
     return ModelConfig(
@@ -95,8 +95,19 @@ def build(
 ) -> PipelineModel:
     """This rank's chunks; gradients are kept in the model's own precision."""
     config = model_config(kind, precision, per_token, num_layers)
+    if kind.startswith("moe") and placement.layout.tp > 1:
+        # Megatron trains experts on tensor-parallel ranks in no other way.
+        config.transformer["sequence_parallel"] = True
     with _layers(kind):
         return build_model(config, placement, seed=SEED)
+
+
+def _norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+    """A torch norm whose gradient is summed over the ranks of a sequence, as Apex' and TE's are."""
+    norm = torch.nn.LayerNorm(hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
 
 
 @contextlib.contextmanager
@@ -122,7 +133,10 @@ def _layers(kind: str) -> Iterator[None]:
         # Megatron's torch norms are fp32 whatever `params_dtype` says.
         return gpt.to(config.params_dtype)
 
-    with unittest.mock.patch.object(model_module, "GPTModel", model):
+    with (
+        unittest.mock.patch.object(model_module, "GPTModel", model),
+        unittest.mock.patch.object(WrappedTorchNorm, "__new__", _norm),
+    ):
         yield
 
 

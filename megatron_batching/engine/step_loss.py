@@ -33,7 +33,7 @@ from megatron_batching.loss import (
 )
 from megatron_batching.loss.metrics import finish, join_rows, micro_batch_row
 from megatron_batching.megatron import auxiliary
-from megatron_batching.megatron.model import PipelineModel, data_parallel_group
+from megatron_batching.megatron.model import PipelineModel, data_parallel_group, unwrap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class StepLoss:
         elif batch.packing == "packed":
             arguments["packed_seq_params"] = _packed_parameters(batch)
         if config.num_moe_experts is not None:
-            arguments["padding_mask"] = self._padding_mask(batch)
+            arguments["padding_mask"] = self._padding_mask(batch, chunk)
         mtp_tokens = 0.0
         if config.mtp_num_layers is not None:
             mtp_tokens = sum(float(m[1:].double().sum()) for m in batch.split(batch.loss_mask))
@@ -159,13 +159,18 @@ class StepLoss:
         entropy = None if outputs.entropy is None else _pieces(batch, outputs.entropy)
         self.collect(_pieces(batch, outputs.log_probs), entropy)
 
-    def _padding_mask(self, batch: Batch) -> Tensor:
+    def _padding_mask(self, batch: Batch, chunk: Any) -> Tensor:
         """[b, s] true on tokens that the router's losses and counts leave out."""
         padding = ~batch.is_token
         if torch.is_grad_enabled() and not batch.slots:
             # The router's losses divide by the tokens of the micro-batch. Here they are scaled by
             # 0, and may not be NaN.
             padding[0, 0] = False
+        layout, tp_rank = self.model.placement.layout, self.model.placement.tp_rank
+        if self.model.config.sequence_parallel and not unwrap(chunk).pre_process:
+            # The first stage cuts the mask along with the embedding, later ones take it as it is
+            # (0.16.1, 0.19.2).
+            return padding.chunk(layout.tp, 1)[tp_rank].contiguous()
         return padding
 
     def _scale_auxiliary_losses(self, output: Tensor, batch: Batch, mtp_tokens: float) -> None:

@@ -50,13 +50,35 @@ def prepare_routers(model: PipelineModel) -> None:
     """Leave the scale of the routers' losses to this module.
 
     In the per-token regime a router multiplies them by token counts, by which ones differs between
-    Megatron's versions; switched off, the scale set here covers it all.
+    Megatron's versions; switched off, the scale set here covers it all. Where tp or cp ranks share
+    a micro-batch, its z-loss is the mean of their means, which is made that over its tokens.
     """
     for router in moe_routers(model):
         router.calculate_per_token_loss = False
+        if router.tp_cp_group.size() > 1:
+            router.apply_z_loss = partial(_apply_z_loss, router)
         # 0.16.1 asks for this name even where Transformer Engine is missing and never set it.
         if not hasattr(moe_utils, "te_general_gemm"):
             moe_utils.te_general_gemm = None
+
+
+def _apply_z_loss(router: TopKRouter, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+    """`TopKRouter.apply_z_loss` with each rank's mean weighted by the tokens that it holds."""
+    config = router.config
+    coefficient = config.moe_z_loss_coeff
+    if coefficient is None or not torch.is_grad_enabled():
+        return logits
+    held = logits.new_tensor(len(logits)) if padding_mask is None else (~padding_mask).sum()
+    held = held.float()
+    total = held.clone()
+    torch.distributed.all_reduce(total, group=router.tp_cp_group)
+    try:
+        # A rank without a token has a loss of 0, and still divides by its weight for the log.
+        weight = held.clamp(min=1) * router.tp_cp_group.size() / total
+        config.moe_z_loss_coeff = coefficient * weight
+        return TopKRouter.apply_z_loss(router, logits, padding_mask=padding_mask)
+    finally:
+        config.moe_z_loss_coeff = coefficient
 
 
 def mtp_sum(*, per_token: bool, mtp_tokens: float, loss_tokens: float) -> float:

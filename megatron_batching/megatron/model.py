@@ -59,7 +59,7 @@ class PipelineModel:
     @property
     def gpts(self) -> list[GPTModel]:
         """The chunks without DDP and mixed precision around them."""
-        return [_unwrap(chunk) for chunk in self.chunks]
+        return [unwrap(chunk) for chunk in self.chunks]
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         """This rank's parameters, which hold Megatron's `main_grad`, under their global names.
@@ -219,7 +219,8 @@ def _transformer_config(model: ModelConfig, placement: Placement) -> Transformer
     return TransformerConfig(**settings)
 
 
-def _unwrap(module: Any) -> GPTModel:
+def unwrap(module: Any) -> GPTModel:
+    """The GPT inside DDP and mixed precision."""
     while hasattr(module, "module"):
         module = module.module
     return module
