@@ -36,13 +36,14 @@ setup(
     ],
     package_dir={"megatron_batching.schedules": "schedules"},
     package_data={
-        "megatron_batching": ["py.typed"],
+        "megatron_batching": ["py.typed", "*/__init__.pyi"],
         "megatron_batching.schedules": ["py.typed"],
     },
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16",
         "numpy",
+        "lazy_loader>=0.4",
         "omegaconf>=2.3",
         "typer>=0.12",
         "rich>=13",

@@ -1,0 +1,21 @@
+from .ahead import plan_ahead
+from .contract import Engine
+from .fsdp import FSDPEngine
+from .pipeline import PipelineEngine
+from .registry import engine_class, new_engine, register, registered
+from .report import StepReport, TokenOutputs
+from .run import run_replica
+
+__all__ = [
+    "Engine",
+    "FSDPEngine",
+    "PipelineEngine",
+    "StepReport",
+    "TokenOutputs",
+    "engine_class",
+    "new_engine",
+    "plan_ahead",
+    "register",
+    "registered",
+    "run_replica",
+]

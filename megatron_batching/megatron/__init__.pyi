@@ -1,0 +1,40 @@
+from . import cpu
+from .checkpoint import load_checkpoint, save_checkpoint
+from .config import ModelConfig, OptimizerSettings
+from .export import whole_parameters
+from .model import PipelineModel, build_model
+from .optimizer import build_lr_schedule, build_optimizer, gradient_norm
+from .p2p import (
+    CheckedP2PCommunicator,
+    PipelineCommunicator,
+    PlannedP2PCommunicator,
+    pipeline_shapes,
+)
+from .parallel import Placement, initialize, shut_down
+from .recorder import StepRecorder, record_messages
+from .schedule import accepts_communicator, run_schedule
+
+__all__ = [
+    "CheckedP2PCommunicator",
+    "ModelConfig",
+    "OptimizerSettings",
+    "PipelineCommunicator",
+    "PipelineModel",
+    "Placement",
+    "PlannedP2PCommunicator",
+    "StepRecorder",
+    "accepts_communicator",
+    "build_lr_schedule",
+    "build_model",
+    "build_optimizer",
+    "cpu",
+    "gradient_norm",
+    "initialize",
+    "load_checkpoint",
+    "pipeline_shapes",
+    "record_messages",
+    "run_schedule",
+    "save_checkpoint",
+    "shut_down",
+    "whole_parameters",
+]
