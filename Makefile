@@ -9,6 +9,7 @@
 #   make loss-table             the table and the picture of docs/loss.md
 #   make fuzz MINUTES=10        random inputs to everything that reads what a user wrote
 #   make lint                   ruff and mypy
+#   make docs                   the documents as a site, out/site/index.html
 #   make bench                  batching methods compared on the real schedule: 8 minutes
 #   make bench-plan             plan quality against verl's own partitioner, and planning time
 #   make bench-execution        planned shapes against exchanged ones, and the engine's overhead
@@ -32,8 +33,8 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-full test-verl mutate loss-table fuzz lint bench bench-plan bench-execution gpu-check \
-	clean
+.PHONY: demo test test-full test-verl mutate loss-table fuzz lint docs bench bench-plan bench-execution \
+	gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -78,6 +79,12 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The reference is read from the package as it is installed, `schedules` inside it.
+docs: $(VENV)/docs
+	rm -rf out/package
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target out/package .
+	$(BIN)/mkdocs build --quiet
+
 # torch first and alone: any other requirement would pull in the newest one.
 $(VENV)/torch:
 	@test -n "$(INTERPRETER)" || { echo "error: $(PYTHON) is not installed; install it, or pass \
@@ -99,6 +106,10 @@ $(VENV)/verl: $(VENV)/installed
 			fastapi uvicorn || { echo "error: verl, which the tests drive, could not be installed \
 	(see above); with an index that has it, run make again" >&2; exit 2; }; \
 	else echo "verl needs Python 3.12 or older: tests that drive it are skipped"; fi
+	touch $@
+
+$(VENV)/docs: $(VENV)/installed
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[viz,dev,docs]"
 	touch $@
 
 clean:

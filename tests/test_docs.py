@@ -1,0 +1,42 @@
+"""The documents keep up with the code: names, paths and the reference of what users import.
+
+Run: pytest tests/test_docs.py
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PUBLIC = ("plan", "schedules", "loss", "data", "megatron", "engine")
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("room", PUBLIC)
+def test_the_reference_lists_what_is_exported(room: str) -> None:
+    package = importlib.import_module(f"megatron_batching.{room}")
+    text = (ROOT / "docs" / "reference" / f"{room}.md").read_text()
+    listed = re.findall(rf"^::: megatron_batching\.{room}\.(\w+)$", text, re.M)
+    assert sorted(listed) == sorted(package.__all__)
+    assert listed == sorted(listed, key=str.lower)
+    for name in listed:
+        assert getattr(package, name).__doc__, f"{room}.{name} has no docstring"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_paths_and_modules_in_the_text_exist(page: Path) -> None:
+    text = page.read_text()
+    folders = "megatron_batching|schedules|tests|docs|configs|examples|tools"
+    for path in re.findall(rf"`((?:{folders})/[\w./*-]+)`", text):
+        assert list(ROOT.glob(path)), f"{page_name(page)} names {path}, which is not there"
+    for module in re.findall(r"-m (megatron_batching\.[\w.]+)", text):
+        file = ROOT / (module.replace(".", "/") + ".py")
+        assert file.exists() or file.with_suffix("").is_dir(), f"no module {module}"
