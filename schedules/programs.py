@@ -252,6 +252,7 @@ class _Builder:
         if self.pp == 1:
             self.program += ops
             return
+        # Later ranks have fewer forwards to run before their first backward can arrive.
         warmup = min(self.pp - self.rank - 1, self.schedule.num_micro_batches)
         forwards = [op for op in ops if op.kind == "F"]
         backwards = [op for op in ops if op.kind == "B"]
@@ -260,6 +261,8 @@ class _Builder:
             self.call(recv_prev=self.input_of(op))
             self.program.append(op)
             self.call(send_next=self.output_of(op))
+        # The first input of the steady state is received before it begins; each later one arrives
+        # in the call that sends a gradient back.
         if steady:
             self.call(recv_prev=self.input_of(steady[0]))
         for i, forward in enumerate(steady):
@@ -273,6 +276,7 @@ class _Builder:
             self.call(send_next=self.output_of(forward), recv_next=self.input_of(backward))
             self.program.append(backward)
             self.call(send_prev=self.output_of(backward), recv_prev=following)
+        # Cool-down: as many backwards as there were forwards in the warm-up.
         for backward in backwards[len(steady) :]:
             self.call(recv_next=self.input_of(backward))
             self.program.append(backward)
@@ -302,10 +306,13 @@ class _Interleaved:
         b, shape = self.b, self.b.shape
         steady = self.total - self.warmup
         trains = not b.schedule.forward_only
+        # Rank 0 makes its first input itself; all others begin by receiving theirs.
         if not b.is_first:
             b.call(recv_prev=self.expected("F", 0))
         for k in range(self.warmup):
             op, following = self.ops["F"][k], self.following(k, "F")
+            # The last call of the warm-up also asks for the first gradient, which the steady state
+            # waits for. The last rank starts backward from its own loss and needs none.
             first_gradient = None
             if k == self.warmup - 1 and trains and steady and not b.is_last:
                 first_gradient = self.expected("B", b.vpp - 1)
@@ -322,6 +329,8 @@ class _Interleaved:
                 self.call_async("B", None, first_gradient)
         for k in range(steady):
             forward, backward = self.ops["F"][self.warmup + k], self.ops["B"][k]
+            # Steady state: one forward of one micro-batch, one backward of an earlier one. With
+            # overlap each waits only for its own input, and its output travels during the other.
             if shape.overlap:
                 self.wait_for_receive(forward)
                 b.program.append(forward)
@@ -339,6 +348,7 @@ class _Interleaved:
                 )
         if not trains:
             return
+        # All forwards were warm-up: nothing has asked for a gradient yet.
         if not steady and not b.is_last:
             b.call(recv_next=self.expected("B", b.vpp - 1))
         for k in range(steady, self.total):
@@ -367,7 +377,9 @@ class _Interleaved:
         )
         if not leads:
             return self.expected(kind, ops[k + 1].chunk)
-        aligned = k - (self.b.pp - 1)  # the op that ends at the far end of the pipeline meanwhile
+        # This rank leads the next chunk: it receives what the far end of the pipeline finishes
+        # meanwhile, which this rank itself ran pp - 1 ops ago.
+        aligned = k - (self.b.pp - 1)
         if aligned < 0 or ops[aligned].chunk == last:
             return None
         return self.expected(kind, ops[aligned].chunk + step)

@@ -17,6 +17,7 @@ parallelism (s = w / cp), n tokens of one sample. Packed: b = 1.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -158,14 +159,10 @@ def collate(
     >>> collate(one, packing="packed", align=2).input_ids.tolist()
     [[1, 2, 3, 0, 7, 8]]
     """
-    rows, least = batch_shape([len(s) for s in samples], packing=packing, align=align)
-    width = least if width is None else width
-    assert width >= least, (width, least)
-    slots = []
-    start = 0
-    for i, sample in enumerate(samples):
-        slots.append((0, start, len(sample)) if packing == "packed" else (i, 0, len(sample)))
-        start += aligned(len(sample), align)
+    shape = batch_shape([len(s) for s in samples], packing=packing, align=align)
+    rows, width = shape[0], shape[1] if width is None else width
+    assert width >= shape[1], (width, shape)
+    slots = _slots([len(s) for s in samples], packing=packing, align=align)
 
     def laid_out(pieces: Sequence[Tensor], dtype: torch.dtype, fill: int = 0) -> Tensor:
         """[b, s] with each piece at the start of its sample's slot."""
@@ -179,8 +176,9 @@ def collate(
 
     for sample in samples:
         sample.require_fields(fields)
-    # An entry of a sample's mask or field concerns predicting its token, which the position before
-    # does.
+    # Entry i of a sample's mask or field concerns the prediction of its token i, which the model
+    # makes at position i - 1. So masks and fields lose their first entry, labels their first
+    # token, and all are laid out one position to the left of where they stood.
     masks = [s.loss_mask[1:].double() for s in samples]
     weights = [1.0] * len(samples) if sequence_weights is None else sequence_weights
     return Batch(
@@ -188,7 +186,7 @@ def collate(
         labels=laid_out([s.input_ids[1:] for s in samples], torch.int64, PAD_ID),
         loss_mask=laid_out(masks, torch.float32),
         position_ids=laid_out([torch.arange(len(s)) for s in samples], torch.int64),
-        slots=tuple(slots),
+        slots=slots,
         packing=packing,
         loss_weights=laid_out([m * w for m, w in zip(masks, weights, strict=True)], torch.float64),
         sequence_weights=laid_out(
@@ -201,3 +199,12 @@ def collate(
             name: laid_out([s.fields[name][1:] for s in samples], torch.float64) for name in fields
         },
     )
+
+
+def _slots(lengths: Sequence[int], *, packing: str, align: int) -> tuple[tuple[int, int, int], ...]:
+    """(row, start, tokens) of each sample: packed behind one another, or a row each."""
+    if packing != "packed":
+        return tuple((row, 0, n) for row, n in enumerate(lengths))
+    ends = itertools.accumulate(aligned(n, align) for n in lengths)
+    starts = [0, *ends][: len(lengths)]
+    return tuple((0, start, n) for start, n in zip(starts, lengths, strict=True))

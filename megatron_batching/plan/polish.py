@@ -59,6 +59,8 @@ def polish(
     rng = np.random.Generator(np.random.PCG64(SEED))
     replicas = [_Replica(candidate) for candidate in candidates]
     while budget > 0:
+        # The step is as long as its slowest replica, so only that one's plan is worth changing. It
+        # may hand work to any of the faster half; which one is drawn, so that all have their turn.
         by_time = sorted(range(len(replicas)), key=lambda rank: (-replicas[rank].time, rank))
         slowest = replicas[by_time[0]]
         if slowest.fruitless >= FRUITLESS_ROUNDS or not len(slowest.items):
@@ -107,6 +109,7 @@ def _change(
     if other is not None:
         between, partners = np.arange(BATCH, batch), range(own, len(items))
         _move_items(changed, between, own, partners, range(middle, num_bins), rng)
+    # Bins of all changed plans are numbered through, so that one call measures them all.
     features, fits = packer.measure(
         np.tile(items, batch),
         (changed + num_bins * np.arange(batch)[:, None]).ravel(),
@@ -122,6 +125,7 @@ def _change(
     )
     best = int(np.argmin(times.max(axis=0)))
     if times[:, best].max() < slow.time * (1 - LEAST_GAIN):
+        # An item belongs to the slow replica if it now lies in one of its bins, which come first.
         mine = changed[best] < middle
         slow.take(items[mine], changed[best, mine], float(times[0, best]))
         if other is not None and best >= BATCH:
@@ -150,6 +154,7 @@ def _move_items(
     one = rng.integers(own, size=len(plans))
     target = rng.integers(targets.start, targets.stop, size=len(plans))
     if len(partners):
+        # A trade is a move of both: the first goes where the second lies, and the other way round.
         two = rng.integers(partners.start, partners.stop, size=len(plans))
         trade = rng.random(len(plans)) < TRADE_SHARE
         target = np.where(trade, bins[plans, two], target)

@@ -36,17 +36,17 @@ from megatron_batching.plan.spread import (
     tight_shares,
 )
 
-LADDER = 1.2  # ratio of neighbouring counts that the sweep tries
-REACH = 1.6  # the sweep stops this far above the last count that brought a gain
+COUNT_LADDER = 1.2  # ratio of neighbouring counts that the sweep tries
+SWEEP_REACH = 1.6  # the sweep stops this far above the last count that brought a gain
 CLEAR_GAIN = 0.997  # ratio of times that counts as a gain
 GOOD_ENOUGH_GAP = 0.02  # a plan this near the lower bound ends the search ...
 EXACT_GAP = 0.002  # ... or this near, where simulating costs little:
 SMALL_JOB = 4096  # items x virtual stages
-FEW_ROUNDS = 4  # up to so many times pp micro-batches, more groups and orders are tried
+FEW_ROUNDS_OF_PP = 4  # up to so many times pp micro-batches, more groups and orders are tried
 NUM_REPRESENTATIVES = 16
 NUM_REBALANCES = 2
 NUM_FINALISTS = 6  # plans that are polished a little, the best of them then further,
-CLOSE = 1.1  # if within this ratio of the best,
+CLOSE_TO_BEST = 1.1  # if within this ratio of the best,
 TRIAL_SHARE = 1 / 16  # with this share of the budget each,
 LEAST_TRIAL = 256  # and if that is so many candidates
 # (least size of a micro-batch at either end, micro-batches that it takes to grow, in units of pp)
@@ -142,6 +142,8 @@ class Search:
         if self.options.balance == "replicas" and self.layout.dp > 1:
             shares = self._feasible(balanced_shares(self.packer, self.layout.dp))
         for attempt in range(NUM_REBALANCES + 1):
+            # Each round plans all replicas for the shares at hand. Every plan that comes of it
+            # stays in the running, since a rebalanced one need not be better.
             found = self._fit(shares)
             finalists += found
             if not found or shares is owned or attempt == NUM_REBALANCES:
@@ -149,6 +151,8 @@ class Search:
             best = min(found, key=_time)
             if self._good_enough(best.time):
                 break
+            # What a replica idles in its best plan counts as work of its own in the next spread, so
+            # that replicas with deep bubbles get fewer samples.
             idle = self._idle(shares, best.candidates)
             shares = self._feasible(rebalanced_shares(self.packer, shares, idle))
         # Owners that are this uneven cannot win, and need not be tried.
@@ -179,7 +183,9 @@ class Search:
         budget = self.options.search_budget or default_budget(
             finalists[0].candidates, self.layout, seconds
         )
-        close = [f for f in finalists if f.time <= CLOSE * finalists[0].time]
+        close = [f for f in finalists if f.time <= CLOSE_TO_BEST * finalists[0].time]
+        # Which finalist polishes best cannot be told from its time before: the close ones are tried
+        # with a small share of the budget each, and the rest goes to the winner.
         trial = int(budget * TRIAL_SHARE)
         best = finalists[0]
         if trial >= LEAST_TRIAL and len(close) > 1:
@@ -239,13 +245,17 @@ class Search:
         if self.packer.fixed:
             counts = {legal_count(int(n), self.layout, g) for n in least for g in groups}
         else:
+            # The ladder from the fewest micro-batches that hold any replica's samples up to one
+            # sample each. Its rungs are the same for every mini-batch.
             at, top = int(least.min()), int(most.max())
             while at <= top:
                 counts.add(legal_count(at, self.layout, groups[0]))
                 at = next_rung(at)
             for edge in sorted({int(n) for n in (*least, *most)}):
-                # Which group matters while there are few of them; a limit may leave only one.
-                few = edge <= FEW_ROUNDS * self.layout.pp or self.high is not None
+                # The counts at either end of a replica's range are often the best, and the ladder
+                # may step over them. Which group matters while there are few of them; a limit may
+                # leave only one.
+                few = edge <= FEW_ROUNDS_OF_PP * self.layout.pp or self.high is not None
                 counts |= {legal_count(edge, self.layout, g) for g in groups[: None if few else 1]}
         return [
             (count, legal[0])
@@ -264,6 +274,8 @@ class Search:
         wins = self._sweep(table, shares, ranks, least, settings)
         others = np.setdiff1d(np.arange(dp), ranks)
         if len(others):
+            # The representatives have tried all settings; the other replicas only get those two
+            # that won most often among them.
             common = sorted(wins, key=lambda setting: (-wins[setting], setting))
             self._sweep(table, shares, others, least, sorted(common[:2]), quick=True)
             if not table.finalists():
@@ -286,6 +298,8 @@ class Search:
         winner: dict[int, tuple[float, Setting]] = {}
         last_gain = settings[0][0] if settings else 0
         for setting in settings:
+            # All replicas that fit into this count are simulated together: the simulator's time
+            # hardly depends on how many plans run along.
             able = [int(rank) for rank in ranks if least[rank] <= setting[0]]
             for rank, candidate in self._candidates(shares, able, setting, quick):
                 table.offer(setting, rank, candidate)
@@ -294,6 +308,8 @@ class Search:
                     last_gain = setting[0]
                 if old is None or candidate.time < old[0]:
                     winner[rank] = candidate.time, setting
+            # Counts ascend, so once every replica has had a plan, the sweep may end where more
+            # micro-batches have brought no gain for a while.
             if setting[0] >= least.max() and self._is_done(
                 table, winner, setting[0], last_gain, len(ranks)
             ):
@@ -325,7 +341,7 @@ class Search:
             return False
         else:
             time = max(winner.values())[0]
-        past_reach = count > max(REACH * last_gain, last_gain + self.layout.pp)
+        past_reach = count > max(SWEEP_REACH * last_gain, last_gain + self.layout.pp)
         return past_reach or self._good_enough(time)
 
     def _candidates(
@@ -333,6 +349,7 @@ class Search:
     ) -> list[tuple[int, Candidate]]:
         """The best packing of each rank under one setting."""
         owners, packings, features, orders = [], [], [], []
+        # Every order of every packing of a replica is a candidate: one row of `features` each.
         for rank in ranks:
             for packing in self._packings(
                 shares[rank], setting[0], 1 if quick else self.num_tapers
@@ -393,13 +410,13 @@ def next_rung(count: int) -> int:
     """
     rung = 1
     while rung <= count:
-        rung = max(rung + 1, int(rung * LADDER))
+        rung = max(rung + 1, int(rung * COUNT_LADDER))
     return rung
 
 
 def _orders(loads: np.ndarray, pp: int) -> list[np.ndarray]:
     ends = small_ends(loads)
-    ascending = [np.argsort(loads, kind="stable")] if len(loads) <= FEW_ROUNDS * pp else []
+    ascending = [np.argsort(loads, kind="stable")] if len(loads) <= FEW_ROUNDS_OF_PP * pp else []
     return [ends, ends[::-1], *ascending]
 
 
