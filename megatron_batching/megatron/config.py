@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_batching.plan import Layout
+from megatron_batching.plan.stages import Stage, pipeline_stages
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
@@ -21,7 +23,8 @@ class ModelConfig:
     """Shape and numerics of the GPT; anything else of Megatron's goes into `transformer`."""
 
     num_layers: int = 8
-    """Transformer layers; must divide by pp x vpp."""
+    """Transformer layers; must divide by pp x vpp, unless `transformer` says how they are split:
+    see `megatron_batching.plan.stages`."""
     hidden_size: int = 64
     """Width of the residual stream."""
     num_attention_heads: int = 4
@@ -108,6 +111,13 @@ class OptimizerSettings:
                 f"optimizer.lr_decay_steps={self.lr_decay_steps} must be above "
                 f"optimizer.lr_warmup_steps={self.lr_warmup_steps}"
             )
+
+
+def stages_of(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
+    """What each virtual stage of the model holds; ValueError if it cannot be split like that."""
+    return pipeline_stages(
+        SimpleNamespace(**{"num_layers": model.num_layers, **model.transformer}), layout
+    )
 
 
 def world_size_from_environment() -> int:

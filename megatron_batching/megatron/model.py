@@ -23,7 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_batching.megatron.config import ModelConfig
+from megatron_batching.megatron.config import ModelConfig, stages_of
 from megatron_batching.megatron.experts import (
     check_experts,
     check_named,
@@ -90,12 +90,7 @@ def has_transformer_engine() -> bool:
 
 def check_model(model: ModelConfig, layout: Layout) -> None:
     """Raise ValueError unless Megatron can build the model in this layout."""
-    stages = layout.pp * layout.vpp
-    if model.num_layers % stages:
-        raise ValueError(
-            f"model.num_layers={model.num_layers} does not divide by pp x vpp = {stages}; "
-            "change the number of layers or the layout"
-        )
+    stages_of(model, layout)
     if model.num_attention_heads % layout.tp:
         raise ValueError(
             f"model.num_attention_heads={model.num_attention_heads} does not divide by "
@@ -134,7 +129,7 @@ def build_model(
         value_head: end in one value a token, [b, s, 1], instead of logits: a critic.
 
     Raises:
-        ValueError: the layout does not divide the model.
+        ValueError: the model cannot be split like that.
     """
     layout = placement.layout
     check_model(model, layout)
