@@ -36,6 +36,7 @@ from megatron_batching.megatron.layers import decoder_spec, mtp_spec
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.value_head import ValueHead
 from megatron_batching.plan import Layout
+from megatron_batching.plan.stages import ENDS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -211,6 +212,11 @@ def _transformer_config(model: ModelConfig, placement: Placement) -> Transformer
         settings.update(masked_softmax_fusion=False, bias_dropout_fusion=False)
         settings.update(gradient_accumulation_fusion=False)
     settings.update(model.transformer)
+    first, last = ENDS
+    if layout.pp == 2 and settings.get(first) is not None:
+        # Then the last rank has what is left, and saying so too makes Megatron (0.16.1, 0.19.2)
+        # divide by the ranks between the two where chunks are interleaved.
+        settings.pop(last, None)
     return TransformerConfig(**settings)
 
 
