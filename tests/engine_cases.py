@@ -78,6 +78,7 @@ def sharded_step(layout: dict[str, Any], lengths: tuple[int, ...], balance: str)
     shard = shard_mini_batch([whole.samples[i] for i in own], engine.get_data_parallel_group())
     assert shard.lengths == whole.lengths
     plan = engine.plan(shard)
+    engine.optimizer_zero_grad()
     found = engine.forward_backward_batch(shard, plan=plan)
     outputs = engine.log_prob_batch(shard, with_entropy=True)
 
