@@ -159,13 +159,14 @@ class StepLoss:
         entropy = None if outputs.entropy is None else _pieces(batch, outputs.entropy)
         self.collect(_pieces(batch, outputs.log_probs), entropy)
 
-    def _padding_mask(self, batch: Batch, chunk: Any) -> Tensor:
-        """[b, s] true on tokens that the router's losses and counts leave out."""
+    def _padding_mask(self, batch: Batch, chunk: Any) -> Tensor | None:
+        """[b, s] true on tokens that the router's losses and counts leave out; None if all count.
+
+        Context-parallel ranks decide alike, since routers exchange more where there is a mask.
+        """
+        if sum(n for _, _, n in batch.slots) == batch.input_ids.shape[0] * batch.width:
+            return None
         padding = ~batch.is_token
-        if torch.is_grad_enabled() and not batch.slots:
-            # The router's losses divide by the tokens of the micro-batch. Here they are scaled by
-            # 0, and may not be NaN.
-            padding[0, 0] = False
         layout, tp_rank = self.model.placement.layout, self.model.placement.tp_rank
         if self.model.config.sequence_parallel and not unwrap(chunk).pre_process:
             # The first stage cuts the mask along with the embedding, later ones take it as it is

@@ -6,7 +6,7 @@ Plain values and no heavy import, so that a wrong one is reported before anythin
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,13 @@ from megatron_batching.plan.stages import Stage, pipeline_stages
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
+ROTARY = (
+    "rotary_base",
+    "rotary_percent",
+    "rope_scaling",
+    "rope_scaling_factor",
+    "seq_len_interpolation_factor",
+)
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 
 
@@ -37,6 +44,16 @@ class ModelConfig:
     """fp32, bf16 or fp16: the dtype of weights and pipeline tensors."""
     position_embedding: str = "rope"
     """rope, learned_absolute or none."""
+    rotary_base: float = 10_000.0
+    """Base period of rotary positions."""
+    rotary_percent: float = 1.0
+    """Share of each head that rotary positions turn."""
+    rope_scaling: bool = False
+    """Stretch rotary positions as Llama 3.1 does."""
+    rope_scaling_factor: float = 8.0
+    """By how much, with rope_scaling."""
+    seq_len_interpolation_factor: float | None = None
+    """Divide rotary positions by this, for sequences longer than a model was trained on."""
     tie_embeddings: bool = False
     """Share the weights of input embedding and output layer."""
     transformer: dict[str, Any] = field(default_factory=dict)
@@ -60,6 +77,18 @@ class ModelConfig:
             raise ValueError(
                 f"model.position_embedding={self.position_embedding!r} is not one of "
                 + ", ".join(POSITION_EMBEDDINGS)
+            )
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in ROTARY:
+            if self.position_embedding != "rope" and getattr(self, name) != defaults[name]:
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)} has no effect with "
+                    f"model.position_embedding={self.position_embedding}; set that to rope"
+                )
+        if self.rope_scaling_factor != defaults["rope_scaling_factor"] and not self.rope_scaling:
+            raise ValueError(
+                f"model.rope_scaling_factor={self.rope_scaling_factor} has no effect without "
+                "model.rope_scaling; set that to true"
             )
         for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
             if getattr(self, name) < 1:
