@@ -325,9 +325,8 @@ def _missing_companion(name: str, settings: Mapping[str, Any]) -> str | None:
         found = settings.get(other)
         if other != name and not (str(found) == wanted if wanted else found):
             return f"it needs {condition}"
-    if settings["tensor_model_parallel_size"] > 1 and settings["softmax_type"] == "learnable":
-        if name == "softmax_type":
-            return "Megatron does not mark its offsets as cut over tp ranks; use layout.tp=1"
+    if name == "softmax_type" and settings["tensor_model_parallel_size"] > 1:
+        return "Megatron does not mark its offsets as cut over tp ranks; use layout.tp=1"
     if settings["context_parallel_size"] == 1 and name == "cp_comm_type":
         return "it needs layout.cp above 1"
     if settings["multi_latent_attention"] and name in NOT_WITH_MLA:
