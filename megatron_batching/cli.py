@@ -412,6 +412,8 @@ def main() -> None:
         _fail(str(error))
     except FloatingPointError as error:
         _fail(str(error), code=1)
+    except TimeoutError as error:
+        _fail(str(error), code=1)
     except OSError as error:
         if error.filename is None:
             raise
@@ -428,7 +430,7 @@ def _fail(message: str, code: int = 2) -> NoReturn:
     # and the others wait for their end. One that fails alone speaks up at once if the run is
     # guarded, so that the others end too, and else after a while.
     line = " ".join(message.split())
-    guard = sys.modules.get("megatron_batching.megatron.run_guard")
+    guard = sys.modules.get("megatron_batching.megatron.world")
     reported = guard.report_failure(line) if guard is not None else None
     is_first = os.environ.get("RANK", "0") == "0" if reported is None else reported[1]
     if not is_first:

@@ -15,6 +15,7 @@ Commands:
 from __future__ import annotations
 
 import argparse
+import atexit
 import itertools
 import json
 import multiprocessing
@@ -28,7 +29,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +171,7 @@ def run(fault: str, folder: Path, start: str, limit_s: float = 120.0) -> dict[st
                 subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
             ]
     else:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = free_port()
         import gpt_cases  # noqa: F401  (imports torch and Megatron once, for all)
 
         context = multiprocessing.get_context("fork")
@@ -207,11 +208,22 @@ def _code(process: Any) -> int | None:
 
 
 def _fork(fault: str, folder: Path, rank: int, port: str, log: Path) -> None:
+    in_fork(rank, WORLD_SIZE, port, log, lambda: worker(fault, folder))
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def in_fork(rank: int, world_size: int, port: str, log: Path, act: Callable[[], None]) -> None:
     """One rank in a process of its own, as an interpreter that was started for it would run it."""
+    atexit._clear()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(WORLD_SIZE),
+        WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=port,
     )
@@ -219,14 +231,21 @@ def _fork(fault: str, folder: Path, rank: int, port: str, log: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
+    code: Any = 0
     try:
-        worker(fault, folder)
+        act()
+    except SystemExit as error:
+        code = error.code or 0
     except BaseException:
         kind, error, trace = sys.exc_info()
         assert kind is not None and error is not None
         sys.excepthook(kind, error, trace)
-        sys.stderr.flush()
-        os._exit(1)
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def check(result: dict[str, Any]) -> str:

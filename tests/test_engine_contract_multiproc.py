@@ -14,9 +14,6 @@ import torch
 LENGTHS = (40, 3, 17, 64, 9, 22, 5, 31, 12, 50)
 TOLERANCE = 1e-5
 
-# Layers in the two middle stages alone.
-UNEVEN = ({"pp": 2, "vpp": 2}, {"pipeline_model_parallel_layout": "E|tt|tt|L"})
-
 
 def check(results: list[dict[str, Any]]) -> None:
     error, name = max((e, n) for r in results for n, e in r["errors"].items())
@@ -79,11 +76,9 @@ def test_shards_give_what_the_whole_gives(pools: Any, layout: Any, balance: str)
 def test_a_critic_is_the_same_in_every_layout(pools: Any) -> None:
     (true,) = pools[1].run("engine_cases:critic_step", layout={}, lengths=LENGTHS)
     assert set(true["values"]) == set(range(len(LENGTHS)))
-    for layout, split in (({"pp": 2, "vpp": 2}, None), ({"dp": 2}, None), UNEVEN):
+    for layout in ({"pp": 2, "vpp": 2}, {"dp": 2}):
         values = {}
-        for result in pools[2].run(
-            "engine_cases:critic_step", layout=layout, lengths=LENGTHS, split=split
-        ):
+        for result in pools[2].run("engine_cases:critic_step", layout=layout, lengths=LENGTHS):
             assert result["loss"] == pytest.approx(true["loss"], rel=TOLERANCE)
             for name, grad in result["grads"].items():
                 scale = true["grads"][name].abs().max()
@@ -94,13 +89,11 @@ def test_a_critic_is_the_same_in_every_layout(pools: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "split"),
-    [({"pp": 2}, None), ({"pp": 2, "vpp": 2}, None), ({"tp": 2}, None), UNEVEN],
-    ids=["pp2", "pp2-vpp2", "tp2", "uneven"],
+    "layout", [{"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2}], ids=["pp2", "pp2-vpp2", "tp2"]
 )
-def test_every_rank_exports_the_whole_model(pools: Any, layout: Any, split: Any) -> None:
+def test_every_rank_exports_the_whole_model(pools: Any, layout: Any) -> None:
     (true,) = pools[1].run("engine_cases:exported", layout={})
-    for result in pools[2].run("engine_cases:exported", layout=layout, split=split):
+    for result in pools[2].run("engine_cases:exported", layout=layout):
         assert result.keys() == true.keys()
         assert all(torch.equal(result[name], true[name]) for name in true)
 

@@ -28,7 +28,7 @@ from megatron_batching.loss import Aggregation, LossScaling, Metrics, Objective,
 from megatron_batching.megatron.auxiliary import RouterShares
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.recorder import StepRecorder
-from megatron_batching.megatron.run_guard import begin_step
+from megatron_batching.megatron.world import begin_step
 from megatron_batching.plan import MicroBatchPlan
 
 Collect = Callable[[list[Tensor], list[Tensor] | None], None]

@@ -6,9 +6,6 @@ process group exists, so that all ranks raise the same error and none is left wa
 
 from __future__ import annotations
 
-import datetime
-import gc
-import os
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +15,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_batching.megatron import cpu
 from megatron_batching.megatron.agreement import require_agreement
-from megatron_batching.megatron.config import check_world_size, world_size_from_environment
-from megatron_batching.megatron.run_guard import start_guard, stop_guard
+from megatron_batching.megatron.config import check_world_size
+from megatron_batching.megatron.environment import LaunchEnvironment
+from megatron_batching.megatron.world import WORLD, check_timeout, process_groups
 from megatron_batching.plan import Layout
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -65,28 +63,26 @@ def initialize(
             "cuda".
         allow_cpu_with_gpu: let device="cpu" leave an available GPU idle.
         seed: of Megatron's model-parallel random generators.
-        timeout_s: after how long a collective that waits for a lost rank raises.
+        timeout_s: after how long a message or collective of any group that waits for a rank
+            raises, in seconds; also how long ranks wait for one another here. A world's group
+            that someone else has made keeps its own limit.
 
     Raises:
-        ValueError: the layout does not fill the world, the device is not known or not there, or
-            ranks were given different layouts, devices or seeds.
+        ValueError: the layout does not fill the world, what torchrun sets is there in part, the
+            device is not known or not there, or ranks were given different layouts, devices or
+            seeds.
+        TimeoutError: ranks did not come within timeout_s; names them.
+        RuntimeError: a run of this process ended with an error before.
     """
-    check_world_size(layout, world_size_from_environment())
-    chosen = _choose_device(device, allow_cpu_with_gpu)
-    if not dist.is_initialized():
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29500")
-        dist.init_process_group(
-            "nccl" if chosen.type == "cuda" else "gloo",
-            rank=int(os.environ.get("RANK", "0")),
-            world_size=layout.world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
-        start_guard(dist.get_rank(), layout.world_size)
+    check_timeout(timeout_s)
+    environment = LaunchEnvironment.read()
+    check_world_size(layout, environment.world_size)
+    chosen = _choose_device(device, allow_cpu_with_gpu, environment)
+    WORLD.open("nccl" if chosen.type == "cuda" else "gloo", environment, timeout_s)
     # Megatron's groups are made by all ranks together: other sizes would leave some waiting.
     require_agreement({"layout": layout, "device": chosen.type, "seed": seed}, chosen)
-    _drop_parallel_state()
-    others = _process_groups()
+    WORLD.drop_parallel_state()
+    others = process_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -94,8 +90,10 @@ def initialize(
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        # 0.16.1 and 0.19.2 make a timedelta of it, which takes fractions.
+        distributed_timeout_minutes=timeout_s / 60,
     )
-    _groups_of_megatron.extend(g for g in _process_groups() if g not in others)
+    WORLD.adopt_groups(others, timeout_s)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return Placement(
         layout=layout,
@@ -114,39 +112,17 @@ def shut_down() -> None:
     """Destroy the parallel state and the process groups, and leave the CPU mode.
 
     Ranks wait here for one another: one that comes while others are in a further step ends the run
-    with an error, see `megatron_batching.megatron.run_guard`.
+    with an error, see `megatron_batching.megatron.run_guard`. In a `finally` or `except` clause it
+    waits for the others for 5 s only: they may wait for this rank, which its exception took out of
+    a step. Then it ends the run, with the exception as its cause, and returns; so the exception
+    goes its way. `initialize` may follow, unless the run ended so.
     """
-    stop_guard()
-    _drop_parallel_state()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    cpu.leave()
+    WORLD.close()
 
 
-_groups_of_megatron: list[dist.ProcessGroup] = []
-
-
-def _process_groups() -> list[dist.ProcessGroup]:
-    """Every group that this process is in, oldest first."""
-    return list(dist.distributed_c10d._world.pg_map)
-
-
-def _drop_parallel_state() -> None:
-    """Forget Megatron's groups and close them.
-
-    Megatron only forgets them; each gloo group keeps threads that poll its sockets, hundreds of
-    them after a dozen layouts in one process.
-    """
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    for group in _process_groups():
-        if group in _groups_of_megatron:  # Megatron closes a few itself
-            dist.destroy_process_group(group)
-    _groups_of_megatron.clear()
-    gc.collect()
-
-
-def _choose_device(device: str, allow_cpu_with_gpu: bool) -> torch.device:
+def _choose_device(
+    device: str, allow_cpu_with_gpu: bool, environment: LaunchEnvironment
+) -> torch.device:
     if device not in DEVICES:
         raise ValueError(f"device={device!r} is not one of {', '.join(DEVICES)}")
     has_gpu = torch.cuda.is_available()
@@ -158,6 +134,17 @@ def _choose_device(device: str, allow_cpu_with_gpu: bool) -> torch.device:
     if device == "cpu" or not has_gpu:
         cpu.enter(even_with_gpu=allow_cpu_with_gpu)
         return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = environment.local_rank
+    if local_rank is None and environment.world_size > 1:
+        raise ValueError(
+            f"LOCAL_RANK is not set, but WORLD_SIZE={environment.world_size} and device=cuda: it "
+            "tells each process of a machine which GPU is its own; start with torchrun, or set it"
+        )
+    local_rank = local_rank or 0
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"LOCAL_RANK={local_rank}, but this machine has {torch.cuda.device_count()} GPU(s); "
+            "start as many processes on each machine as it has GPUs"
+        )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
