@@ -5,6 +5,7 @@ Shards and their outputs are compared with the same mini-batch held by every ran
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ def sharded_step(layout: dict[str, Any], lengths: tuple[int, ...], balance: str)
     shard = shard_mini_batch([whole.samples[i] for i in own], engine.get_data_parallel_group())
     assert shard.lengths == whole.lengths
     plan = engine.plan(shard)
+    engine.optimizer_zero_grad()
     found = engine.forward_backward_batch(shard, plan=plan)
     outputs = engine.log_prob_batch(shard, with_entropy=True)
 
@@ -95,7 +97,9 @@ def sharded_step(layout: dict[str, Any], lengths: tuple[int, ...], balance: str)
     return {"errors": errors, "num_moved": plan.num_moved}
 
 
-def critic_step(layout: dict[str, Any], lengths: tuple[int, ...]) -> dict[str, Any]:
+def critic_step(
+    layout: dict[str, Any], lengths: tuple[int, ...], split: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """A value model in a layout: loss, gradients by name, values by sample."""
     generator = torch.Generator().manual_seed(1)
     samples = tuple(
@@ -110,7 +114,7 @@ def critic_step(layout: dict[str, Any], lengths: tuple[int, ...]) -> dict[str, A
         for s in mini_batch(lengths).samples
     )
     engine = PipelineEngine(
-        model=MODEL,
+        model=replace(MODEL, transformer=split or {}),
         placement=initialize(Layout(**layout), device="cpu"),
         batching=BatchingOptions(max_tokens_per_micro_batch=96),
         seed=SEED,
@@ -123,10 +127,12 @@ def critic_step(layout: dict[str, Any], lengths: tuple[int, ...]) -> dict[str, A
     return {"loss": report.loss, "grads": grads, "values": engine.infer_batch(batch)}
 
 
-def exported(layout: dict[str, Any]) -> dict[str, torch.Tensor]:
+def exported(
+    layout: dict[str, Any], split: dict[str, Any] | None = None
+) -> dict[str, torch.Tensor]:
     """Every parameter, whole, as this rank receives it."""
     engine = PipelineEngine(
-        model=MODEL,
+        model=replace(MODEL, transformer=split or {}),
         placement=initialize(Layout(**layout), device="cpu"),
         batching=BatchingOptions(micro_batch_size=1),
         seed=SEED,

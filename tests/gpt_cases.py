@@ -7,6 +7,7 @@ weights takes the whole mini-batch at once and plain autograd differentiates the
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,10 +28,15 @@ def mini_batch(lengths: tuple[int, ...]) -> MiniBatch:
 
 
 @functools.lru_cache(maxsize=8)
-def reference(lengths: tuple[int, ...]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and every gradient of the whole mini-batch, computed on this rank alone."""
+def reference(lengths: tuple[int, ...], **changes: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and every gradient of the whole mini-batch, computed on this rank alone.
+
+    Args:
+        lengths: of the samples.
+        changes: fields of `MODEL` to replace.
+    """
     placement = initialize(Layout(dp=world_size_from_environment()), device="cpu")
-    model = build_model(MODEL, placement, seed=SEED)
+    model = build_model(replace(MODEL, **changes), placement, seed=SEED)
     gpt = model.chunks[0].module
     samples = mini_batch(lengths).samples
     batch = collate(samples, packing="padded")
@@ -47,26 +53,44 @@ def reference(lengths: tuple[int, ...]) -> tuple[float, dict[str, torch.Tensor]]
 
 
 def planned_step(
-    layout: dict[str, Any], batching: dict[str, Any], lengths: tuple[int, ...]
+    layout: dict[str, Any],
+    batching: dict[str, Any],
+    lengths: tuple[int, ...],
+    split: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> dict[str, Any]:
-    """One planned forward and backward; errors are relative to the reference on this rank."""
-    true_loss, true_grads = reference(lengths)
+    """One planned forward and backward; errors are relative to the reference on this rank.
+
+    Args:
+        layout: of the planned step.
+        batching: options of the planned step.
+        lengths: of the samples.
+        split: how layers are split over the stages, by Megatron's names.
+        changes: fields of `MODEL` to replace, in the reference as well.
+    """
+    true_loss, true_grads = reference(lengths, **changes)
     placement = initialize(Layout(**layout), device="cpu")
     engine = PipelineEngine(
-        model=MODEL, placement=placement, batching=BatchingOptions(**batching), seed=SEED
+        model=replace(MODEL, transformer=split or {}, **changes),
+        placement=placement,
+        batching=BatchingOptions(**batching),
+        seed=SEED,
     )
     report = engine.forward_backward_batch(mini_batch(lengths))
     errors = {}
     for name, parameter in engine.model.named_parameters():
-        truth = _shard(true_grads[name], parameter, placement)
+        # A tied output layer holds the embedding's weight under a second name.
+        origin = name if name in true_grads else "embedding.word_embeddings.weight"
+        truth = _shard(true_grads[origin], parameter, placement)
         errors[name] = ((parameter.main_grad - truth).abs().max() / truth.abs().max()).item()
-    true_norm = torch.cat([g.flatten() for g in true_grads.values()]).norm().item()
+    true_norm = torch.cat([g.flatten() for g in true_grads.values()]).double().norm().item()
     return {
         "loss_error": abs(report.loss - true_loss) / true_loss,
         "grad_errors": errors,
         "norm_error": abs(report.grad_norm - true_norm) / true_norm,
         "counts": [r.num_micro_batches for r in report.plan.replicas],
         "num_dummies": report.plan.num_dummies,
+        "layers": [len(gpt.decoder.layers) for gpt in engine.model.gpts],
     }
 
 

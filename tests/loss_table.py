@@ -62,9 +62,8 @@ GOALS = {"fp32": 2e-6, "fp64": 1e-12}
 ERRORS = ("loss", "metrics", "gradient")
 
 HEADER = (
-    "| model | pp | vpp | dp | tp | cp | cases | with dummies "
-    "| fp32: loss | gradients | fp64: loss | metrics | gradients |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
+    "| model | layout | cases, with dummies | fp32: loss | fp32: gradients | fp64: loss, metrics "
+    "| fp64: gradients |\n|---|---|---|---|---|---|---|\n"
 )
 BEGIN, END = "<!-- loss table -->\n", "<!-- end of loss table -->\n"
 
@@ -123,11 +122,15 @@ def row(kind: str, layout: Mapping[str, int], results: Mapping[str, list[dict[st
     """One line of the table."""
     ranks = world_size(layout)
     cases = [case for of_precision in results.values() for case in of_precision]
-    cells = [*_key(kind, layout), str(len(cases) // ranks)]
-    cells.append(str(sum(case["num_dummies"] > 0 for case in cases) // ranks))
-    for precision, names in (("fp32", ("loss", "gradient")), ("fp64", ERRORS)):
+    with_dummies = sum(case["num_dummies"] > 0 for case in cases)
+    cells = [*_key(kind, layout), f"{len(cases) // ranks}, {with_dummies // ranks}"]
+    for precision, columns in (
+        ("fp32", (("loss",), ("gradient",))),
+        ("fp64", (("loss", "metrics"), ("gradient",))),
+    ):
         errors = worst(results[precision]) if precision in results else None
-        cells += ["–" if errors is None else f"{errors[name]:.1e}" for name in names]
+        for names in columns:
+            cells.append("–" if errors is None else ", ".join(f"{errors[n]:.1e}" for n in names))
     return f"| {' | '.join(cells)} |\n"
 
 
@@ -139,7 +142,7 @@ def write(path: Path, lines: Iterable[str]) -> None:
     before, rest = path.read_text().split(BEGIN)
     table, after = rest.split(END)
     known = {
-        tuple(line.strip("| \n").split(" | ")[:6]): line
+        tuple(line.strip("| \n").split(" | ")[:2]): line
         for line in (*table.splitlines(keepends=True), *lines)
     }
     body = "".join(known.get(_key(kind, layout), "") for kind, layout in ROWS)
@@ -148,4 +151,4 @@ def write(path: Path, lines: Iterable[str]) -> None:
 
 def _key(kind: str, layout: Mapping[str, int]) -> tuple[str, ...]:
     """The cells that tell a row from the others."""
-    return (kind, *(str(layout.get(name, 1)) for name in ("pp", "vpp", "dp", "tp", "cp")))
+    return kind, name_of(layout).replace("-", " ")

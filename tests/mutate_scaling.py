@@ -69,8 +69,8 @@ MUTANTS = {
     ),
     "expert shares of the micro-batch": (
         SHARES,
-        "tokens_per_expert=shares * num_tokens * router.topk",
-        "tokens_per_expert=routing_map.sum(0)",
+        "counts = shares * num_tokens * router.topk",
+        "counts = routing_map.sum(0)",
     ),
 }
 

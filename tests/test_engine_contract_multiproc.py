@@ -14,6 +14,9 @@ import torch
 LENGTHS = (40, 3, 17, 64, 9, 22, 5, 31, 12, 50)
 TOLERANCE = 1e-5
 
+# Layers in the two middle stages alone.
+UNEVEN = ({"pp": 2, "vpp": 2}, {"pipeline_model_parallel_layout": "E|tt|tt|L"})
+
 
 def check(results: list[dict[str, Any]]) -> None:
     error, name = max((e, n) for r in results for n, e in r["errors"].items())
@@ -76,9 +79,11 @@ def test_shards_give_what_the_whole_gives(pools: Any, layout: Any, balance: str)
 def test_a_critic_is_the_same_in_every_layout(pools: Any) -> None:
     (true,) = pools[1].run("engine_cases:critic_step", layout={}, lengths=LENGTHS)
     assert set(true["values"]) == set(range(len(LENGTHS)))
-    for layout in ({"pp": 2, "vpp": 2}, {"dp": 2}):
+    for layout, split in (({"pp": 2, "vpp": 2}, None), ({"dp": 2}, None), UNEVEN):
         values = {}
-        for result in pools[2].run("engine_cases:critic_step", layout=layout, lengths=LENGTHS):
+        for result in pools[2].run(
+            "engine_cases:critic_step", layout=layout, lengths=LENGTHS, split=split
+        ):
             assert result["loss"] == pytest.approx(true["loss"], rel=TOLERANCE)
             for name, grad in result["grads"].items():
                 scale = true["grads"][name].abs().max()
@@ -89,11 +94,13 @@ def test_a_critic_is_the_same_in_every_layout(pools: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [{"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2}], ids=["pp2", "pp2-vpp2", "tp2"]
+    ("layout", "split"),
+    [({"pp": 2}, None), ({"pp": 2, "vpp": 2}, None), ({"tp": 2}, None), UNEVEN],
+    ids=["pp2", "pp2-vpp2", "tp2", "uneven"],
 )
-def test_every_rank_exports_the_whole_model(pools: Any, layout: Any) -> None:
+def test_every_rank_exports_the_whole_model(pools: Any, layout: Any, split: Any) -> None:
     (true,) = pools[1].run("engine_cases:exported", layout={})
-    for result in pools[2].run("engine_cases:exported", layout=layout):
+    for result in pools[2].run("engine_cases:exported", layout=layout, split=split):
         assert result.keys() == true.keys()
         assert all(torch.equal(result[name], true[name]) for name in true)
 

@@ -89,7 +89,7 @@ def test_layers_are_split_as_megatron_does(more, layers):
 
 
 def test_layers_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="num_layers=7 does not divide among 4"):
+    with pytest.raises(ValueError, match="num_layers=7 does not divide among the 4"):
         coefficients(num_layers=7)
     with pytest.raises(ValueError, match="must be 4 numbers that add up to num_layers=8"):
         transformer_cost_model(

@@ -51,6 +51,7 @@ def run_comparison(
     reports: dict[str, list[StepReport]] = {name: [] for name in methods}
     for repeat in range(config.compare.repeats + 1):
         for name, (plan, planned_shapes) in methods.items():
+            engine.optimizer_zero_grad()
             report = engine.forward_backward_batch(
                 mini_batch, plan=plan, planned_shapes=planned_shapes
             )

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
+from megatron_batching.megatron.config import ModelConfig, OptimizerSettings, stages_of
 from megatron_batching.plan import BatchingOptions, Layout
 from megatron_batching.schedules.files import parsing
 
@@ -100,6 +100,9 @@ class TrainConfig:
     """Device, seed, output."""
     compare: CompareConfig = field(default_factory=CompareConfig)
     """The comparison after training."""
+
+    def __post_init__(self) -> None:
+        stages_of(self.model, self.layout)
 
 
 _TYPED = {

@@ -29,6 +29,10 @@ class Engine(abc.ABC):
     mode: str | None = None
     """"train" or "eval" inside `train_mode` and `eval_mode`, else None."""
 
+    step_was_skipped: bool = False
+    """Whether the last `optimizer_step` updated nothing, since the fp16 loss scaler found a
+    gradient that is not finite; a schedule should not advance then."""
+
     @abc.abstractmethod
     def initialize(self) -> None:
         """Build model, optimizer and learning-rate schedule, or put them back to the start."""
@@ -69,13 +73,25 @@ class Engine(abc.ABC):
     def train_batch(self, mini_batch: AnyMiniBatch) -> Any:
         """Zero gradients, run forward and backward, step the optimizer and its schedule.
 
+        A step that is skipped (`step_was_skipped`) leaves the schedule where it is.
+
         Returns:
             A report with at least `loss`, `grad_norm`, `metrics` and `plan`.
         """
 
     @abc.abstractmethod
     def forward_backward_batch(self, mini_batch: AnyMiniBatch) -> Any:
-        """Run forward and backward and leave the gradients in place, without a step."""
+        """Run forward and backward and add the gradients to those in place, without a step.
+
+        The gradients of several calls add up, each as if it were the only one, until
+        `optimizer_zero_grad`; an `optimizer_step` uses them up, and the next call begins anew. Each
+        call's loss is the aggregate of its own mini-batch, so k calls give the gradient of the sum
+        of k losses. What routers count for the bias of their experts adds up alike.
+
+        Returns:
+            A report with at least `loss` of this call, `grad_norm` of the sum so far (asking for it
+            changes nothing), `metrics` of this call and `plan`.
+        """
 
     @abc.abstractmethod
     def infer_batch(self, mini_batch: AnyMiniBatch) -> dict[int, Any]:
@@ -83,11 +99,14 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def optimizer_zero_grad(self) -> None:
-        """Zero the gradients."""
+        """Drop the gradients of all calls so far."""
 
     @abc.abstractmethod
     def optimizer_step(self) -> float:
-        """Clip, step, and return the global gradient norm before clipping."""
+        """Clip, step, and return the global gradient norm before clipping.
+
+        Sets `step_was_skipped`; the norm is inf or NaN then.
+        """
 
     @abc.abstractmethod
     def lr_scheduler_step(self) -> float:

@@ -109,6 +109,7 @@ class FSDPEngine(Engine):
             placement=self.placement,
             uses_transformer_engine=built.uses_transformer_engine,
         )
+        self._gradients_used = False
         settings = self._settings
         vectors = [p for p in gpt.parameters() if p.dim() < 2]
         matrices = [p for p in gpt.parameters() if p.dim() >= 2]
@@ -142,6 +143,8 @@ class FSDPEngine(Engine):
     ) -> StepReport:
         start = time.perf_counter()
         plan = plan or self.plan(mini_batch)
+        if self._gradients_used:
+            self.optimizer_zero_grad()
         loss = self._step_loss(mini_batch)
         rows = []
         batches = list(self._batches(mini_batch, plan, loss))
@@ -183,6 +186,7 @@ class FSDPEngine(Engine):
 
     def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad()
+        self._gradients_used = False
 
     def optimizer_step(self) -> float:
         largest = self._settings.clip_grad or float("inf")
@@ -194,6 +198,7 @@ class FSDPEngine(Engine):
                 "look at the mini-batch, and go on from the last checkpoint"
             )
         self.optimizer.step()
+        self._gradients_used = True
         return whole
 
     def lr_scheduler_step(self) -> float:

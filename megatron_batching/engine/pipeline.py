@@ -7,6 +7,7 @@ the same one without talking to each other.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from megatron_batching.loss import (
     Objective,
     as_aggregation,
 )
+from megatron_batching.megatron.accumulation import Accumulation
 from megatron_batching.megatron.agreement import require_agreement
 from megatron_batching.megatron.auxiliary import prepare_routers
 from megatron_batching.megatron.checkpoint import load_checkpoint, save_checkpoint
@@ -43,8 +45,10 @@ from megatron_batching.megatron.optimizer import (
     build_lr_schedule,
     build_optimizer,
     gradient_norm,
+    has_loss_scale,
     move,
     require_finite_gradients,
+    step,
 )
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.plan import BatchingOptions, MicroBatchPlan, plan_mini_batch
@@ -120,7 +124,7 @@ class PipelineEngine(Engine):
         self.model: PipelineModel = model
         self.optimizer = build_optimizer(self._settings, model)
         self.lr_schedule = build_lr_schedule(self._settings, self.optimizer)
-        if model.config.fp16 and model.config.grad_scale_func is None:
+        if has_loss_scale(self.optimizer) and model.config.grad_scale_func is None:
             model.config.grad_scale_func = self.optimizer.scale_loss
         check_model(model, self.batching, self.objective, self.expert_shares)
         given = self._given_model
@@ -136,6 +140,7 @@ class PipelineEngine(Engine):
             self.placement.device,
         )
         prepare_routers(model)
+        self._accumulation = Accumulation(model, self.optimizer)
 
     def modules(self) -> list[torch.nn.Module]:
         return list(self.model.chunks)
@@ -151,13 +156,22 @@ class PipelineEngine(Engine):
     def train_batch(
         self, mini_batch: AnyMiniBatch, *, plan: MicroBatchPlan | None = None
     ) -> StepReport:
-        """Zero gradients, run forward and backward, step the optimizer."""
+        """Zero gradients, run forward and backward, step the optimizer and its schedule.
+
+        A step that the fp16 loss scaler skips leaves the schedule where it is.
+        """
         start = time.perf_counter()
+        self.optimizer_zero_grad()
         report = self._run(mini_batch, plan or self.plan(mini_batch), forward_only=False)
         grad_norm = self.optimizer_step()
-        self.lr_scheduler_step()
-        elapsed = slowest(time.perf_counter() - start, self.placement.device)
-        return dataclasses.replace(report, grad_norm=grad_norm, step_time_s=elapsed)
+        if not self.step_was_skipped:
+            self.lr_scheduler_step()
+        return dataclasses.replace(
+            report,
+            grad_norm=grad_norm,
+            step_time_s=slowest(time.perf_counter() - start, self.placement.device),
+            step_was_skipped=self.step_was_skipped,
+        )
 
     def forward_backward_batch(
         self,
@@ -166,7 +180,10 @@ class PipelineEngine(Engine):
         plan: MicroBatchPlan | None = None,
         planned_shapes: bool | None = None,
     ) -> StepReport:
-        """Run forward and backward and leave the gradients in place, without a step.
+        """Run forward and backward and add the gradients to those in place, without a step.
+
+        Gradients of several calls add up until `optimizer_zero_grad`, or until a step has used
+        them. The reported norm is that of the sum; asking for it changes nothing.
 
         Args:
             mini_batch: the samples, over all replicas.
@@ -228,14 +245,17 @@ class PipelineEngine(Engine):
         return {n: TokenOutputs(log_probs[n], entropies.get(n)) for n in log_probs}
 
     def optimizer_zero_grad(self) -> None:
-        self.model.zero_grad()
-        self.optimizer.zero_grad()
+        self._accumulation.zero()
 
     def optimizer_step(self) -> float:
         if not self.model.config.fp16:  # there the loss scaler deals with inf
             require_finite_gradients(self.model)
-        _, grad_norm, _ = self.optimizer.step()
-        return gradient_norm(self.optimizer) if grad_norm is None else float(grad_norm)
+        updated, grad_norm = step(self.optimizer)
+        self.step_was_skipped = not updated
+        if updated:
+            self._accumulation.move_expert_bias()
+        self._accumulation.mark_used()
+        return grad_norm
 
     def lr_scheduler_step(self) -> float:
         self.lr_schedule.step(increment=1)
@@ -324,7 +344,7 @@ class PipelineEngine(Engine):
                 f"an earlier step ended midway ({self._failure}), and its messages may still be "
                 "under way: start the processes anew and go on from the last checkpoint"
             )
-        step = prepare_step(
+        prepared = prepare_step(
             self.step_settings,
             mini_batch,
             plan,
@@ -333,10 +353,10 @@ class PipelineEngine(Engine):
             planned_shapes=self.planned_shapes if planned_shapes is None else planned_shapes,
             collect=collect,
         )
-        if not forward_only:
-            self.optimizer_zero_grad()
+        adding = contextlib.nullcontext() if forward_only else self._accumulation.adding()
         try:
-            return step.run()
+            with adding:
+                return prepared.run()
         except Exception as error:
             self._failure = error
             raise

@@ -25,6 +25,8 @@ class StepReport:
         events: this rank's ops with start and end.
         metrics: the loss and the objective's metrics over the global mini-batch; those of several
             mini-batches may be added.
+        step_was_skipped: the fp16 loss scaler found a gradient that is not finite: nothing was
+            updated, and the learning-rate schedule stayed where it was.
     """
 
     plan: MicroBatchPlan
@@ -34,6 +36,7 @@ class StepReport:
     bubble_fraction: float
     events: tuple[Event, ...]
     metrics: Metrics = field(default_factory=lambda: Metrics({}))
+    step_was_skipped: bool = False
 
 
 @dataclass(frozen=True)

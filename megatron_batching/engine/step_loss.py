@@ -81,7 +81,7 @@ class StepLoss:
         elif batch.packing == "packed":
             arguments["packed_seq_params"] = _packed_parameters(batch)
         if config.num_moe_experts is not None:
-            arguments["padding_mask"] = self._padding_mask(batch, chunk)
+            arguments["padding_mask"] = self._held(self._padding_mask(batch), chunk)
         mtp_tokens = 0.0
         if config.mtp_num_layers is not None:
             mtp_tokens = sum(float(m[1:].double().sum()) for m in batch.split(batch.loss_mask))
@@ -159,19 +159,27 @@ class StepLoss:
         entropy = None if outputs.entropy is None else _pieces(batch, outputs.entropy)
         self.collect(_pieces(batch, outputs.log_probs), entropy)
 
-    def _padding_mask(self, batch: Batch, chunk: Any) -> Tensor:
-        """[b, s] true on tokens that the router's losses and counts leave out."""
-        padding = ~batch.is_token
-        if torch.is_grad_enabled() and not batch.slots:
-            # The router's losses divide by the tokens of the micro-batch. Here they are scaled by
-            # 0, and may not be NaN.
-            padding[0, 0] = False
-        layout, tp_rank = self.model.placement.layout, self.model.placement.tp_rank
-        if self.model.config.sequence_parallel and not unwrap(chunk).pre_process:
-            # The first stage cuts the mask along with the embedding, later ones take it as it is
-            # (0.16.1, 0.19.2).
-            return padding.chunk(layout.tp, 1)[tp_rank].contiguous()
-        return padding
+    def _padding_mask(self, batch: Batch) -> Tensor | None:
+        """[b, s] true on tokens that the router's losses and counts leave out; None if all count.
+
+        Context-parallel ranks decide alike, since routers exchange more where there is a mask.
+        """
+        if sum(n for _, _, n in batch.slots) == batch.input_ids.shape[0] * batch.width:
+            return None
+        return ~batch.is_token
+
+    def _held(self, padding: Tensor | None, chunk: Any) -> Tensor | None:
+        """What of the mask a chunk is given.
+
+        With sequence parallelism the first stage cuts the mask along with the embedding, later ones
+        take it as it is (0.16.1, 0.19.2).
+        """
+        if padding is None or not self.model.config.sequence_parallel:
+            return padding
+        if unwrap(chunk).pre_process:
+            return padding
+        placement = self.model.placement
+        return padding.chunk(placement.layout.tp, 1)[placement.tp_rank].contiguous()
 
     def _scale_auxiliary_losses(self, output: Tensor, batch: Batch, mtp_tokens: float) -> None:
         if self.counts.num_tokens == 0:

@@ -37,6 +37,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_batching.megatron.model import PipelineModel
+from megatron_batching.megatron.options import check_balancing
 
 _BALANCING_LOSS = "aux_loss"
 
@@ -52,8 +53,15 @@ def prepare_routers(model: PipelineModel) -> None:
     In the per-token regime a router multiplies them by token counts, by which ones differs between
     Megatron's versions; switched off, the scale set here covers it all. Where tp or cp ranks share
     a micro-batch, its z-loss is the mean of their means, which is made that over its tokens.
+    Counts of tokens per expert leave padding and dummies out.
+
+    Raises:
+        ValueError: the balancing of experts depends on how the mini-batch is cut.
     """
+    check_balancing(model.config)
     for router in moe_routers(model):
+        router._apply_expert_bias = partial(_count_for_bias, router)
+        router._apply_aux_loss = partial(_apply_aux_loss, router, None)
         router.calculate_per_token_loss = False
         if router.tp_cp_group.size() > 1:
             router.apply_z_loss = partial(_apply_z_loss, router)
@@ -164,7 +172,7 @@ class RouterShares:
             yield
         finally:
             for router in self._routers:
-                del router._apply_aux_loss
+                router._apply_aux_loss = partial(_apply_aux_loss, router, None)
 
 
 def _count_and_route(
@@ -182,27 +190,55 @@ def _count_and_route(
     return routing(logits, *args, **kwargs)
 
 
+def _count_for_bias(
+    router: TopKRouter, routing_map: Tensor, padding_mask: Tensor | None = None
+) -> None:
+    """`TopKRouter._apply_expert_bias`, with padding left out.
+
+    Megatron's own (0.16.1, 0.19.2) joins a map of [tokens, experts] with a mask of [tokens]: that
+    fails, or masks experts instead where there are as many tokens as experts. Gradients are off
+    in forward-only passes and where activations are to be recomputed, so that each token is
+    counted once.
+
+    Args:
+        router: whose `local_tokens_per_expert` grows.
+        routing_map: [tokens, experts] bool.
+        padding_mask: [tokens] bool, true on padding.
+    """
+    if router.enable_expert_bias and torch.is_grad_enabled():
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask.unsqueeze(-1)
+        router.local_tokens_per_expert += routing_map.sum(0)
+
+
 def _apply_aux_loss(
     router: TopKRouter,
-    shares: Tensor,
+    shares: Tensor | None,
     probs: Tensor,
     scores_for_aux_loss: Tensor,
     routing_map: Tensor,
     with_padding_mask: bool = False,
 ) -> Tensor:
-    """`TopKRouter._apply_aux_loss` with the shares of the mini-batch as tokens per expert."""
+    """`TopKRouter._apply_aux_loss`, with the shares of the mini-batch where they are given.
+
+    A dummy has no tokens at all, and Megatron's own would divide by their number.
+    """
     coefficient = router.get_aux_loss_coeff(_BALANCING_LOSS)
     if coefficient == 0:
         return probs
-    _, held_tokens, num_tokens = moe_utils.get_tokens_per_expert_and_token_count(
+    counts, held_tokens, num_tokens = moe_utils.get_tokens_per_expert_and_token_count(
         routing_map=routing_map,
         reduce_group=router.tp_cp_group,
         topk=router.topk,
         with_padding_mask=with_padding_mask,
     )
+    if isinstance(num_tokens, Tensor):
+        num_tokens = num_tokens.clamp(min=1)
+    if shares is not None:
+        counts = shares * num_tokens * router.topk
     aux_loss = moe_utils.switch_load_balancing_loss_func(
         probs=scores_for_aux_loss,
-        tokens_per_expert=shares * num_tokens * router.topk,
+        tokens_per_expert=counts,
         total_num_tokens=num_tokens,
         topk=router.topk,
         num_experts=router.num_experts,

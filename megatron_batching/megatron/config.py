@@ -5,14 +5,23 @@ Plain values and no heavy import, so that a wrong one is reported before anythin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_batching.megatron.environment import LaunchEnvironment
 from megatron_batching.plan import Layout
+from megatron_batching.plan.stages import Stage, pipeline_stages
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
+ROTARY = (
+    "rotary_base",
+    "rotary_percent",
+    "rope_scaling",
+    "rope_scaling_factor",
+    "seq_len_interpolation_factor",
+)
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 
 
@@ -21,7 +30,8 @@ class ModelConfig:
     """Shape and numerics of the GPT; anything else of Megatron's goes into `transformer`."""
 
     num_layers: int = 8
-    """Transformer layers; must divide by pp x vpp."""
+    """Transformer layers; must divide by pp x vpp, unless `transformer` says how they are split:
+    see `megatron_batching.plan.stages`."""
     hidden_size: int = 64
     """Width of the residual stream."""
     num_attention_heads: int = 4
@@ -34,6 +44,16 @@ class ModelConfig:
     """fp32, bf16 or fp16: the dtype of weights and pipeline tensors."""
     position_embedding: str = "rope"
     """rope, learned_absolute or none."""
+    rotary_base: float = 10_000.0
+    """Base period of rotary positions."""
+    rotary_percent: float = 1.0
+    """Share of each head that rotary positions turn."""
+    rope_scaling: bool = False
+    """Stretch rotary positions as Llama 3.1 does."""
+    rope_scaling_factor: float = 8.0
+    """By how much, with rope_scaling."""
+    seq_len_interpolation_factor: float | None = None
+    """Divide rotary positions by this, for sequences longer than a model was trained on."""
     tie_embeddings: bool = False
     """Share the weights of input embedding and output layer."""
     transformer: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +77,18 @@ class ModelConfig:
             raise ValueError(
                 f"model.position_embedding={self.position_embedding!r} is not one of "
                 + ", ".join(POSITION_EMBEDDINGS)
+            )
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in ROTARY:
+            if self.position_embedding != "rope" and getattr(self, name) != defaults[name]:
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)} has no effect with "
+                    f"model.position_embedding={self.position_embedding}; set that to rope"
+                )
+        if self.rope_scaling_factor != defaults["rope_scaling_factor"] and not self.rope_scaling:
+            raise ValueError(
+                f"model.rope_scaling_factor={self.rope_scaling_factor} has no effect without "
+                "model.rope_scaling; set that to true"
             )
         for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
             if getattr(self, name) < 1:
@@ -108,6 +140,13 @@ class OptimizerSettings:
                 f"optimizer.lr_decay_steps={self.lr_decay_steps} must be above "
                 f"optimizer.lr_warmup_steps={self.lr_warmup_steps}"
             )
+
+
+def stages_of(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
+    """What each virtual stage of the model holds; ValueError if it cannot be split like that."""
+    return pipeline_stages(
+        SimpleNamespace(**{"num_layers": model.num_layers, **model.transformer}), layout
+    )
 
 
 def world_size_from_environment() -> int:

@@ -28,17 +28,18 @@ def initialize_weights(model: PipelineModel, seed: int) -> None:
     is_tied = model.gpts[-1].share_embeddings_and_output_weights
     with torch.random.fork_rng(devices=[]):
         for name, parameter in model.named_parameters():
-            if parameter.dim() < 2:
+            # The softmax offset of attention is the one vector that Megatron draws.
+            if parameter.dim() < 2 and not name.endswith("softmax_offset"):
                 continue
             # A tied output layer holds the embedding's weight under a second name.
             origin = _EMBEDDING if is_tied and name == "output_layer.weight" else name
             origin = common_expert_name(origin)
             torch.manual_seed(zlib.crc32(f"{seed}/{origin}".encode()))
-            init = (
-                model.config.output_layer_init_method
-                if origin.endswith(scaled)
-                else model.config.init_method
-            )
+            init = model.config.init_method
+            if origin.endswith(scaled):
+                init = model.config.output_layer_init_method
+            elif origin.startswith("embedding."):
+                init = model.config.embedding_init_method
             group = tensor_parallel_group(name)
             tp = group.size()
             dim = getattr(parameter, "partition_dim", -1)

@@ -23,7 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_batching.megatron.config import ModelConfig
+from megatron_batching.megatron.config import ROTARY, ModelConfig, stages_of
 from megatron_batching.megatron.experts import (
     check_experts,
     check_named,
@@ -33,9 +33,11 @@ from megatron_batching.megatron.experts import (
 )
 from megatron_batching.megatron.initial_weights import initialize_weights
 from megatron_batching.megatron.layers import decoder_spec, mtp_spec
+from megatron_batching.megatron.options import check_options, config_class, from_names
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.value_head import ValueHead
 from megatron_batching.plan import Layout
+from megatron_batching.plan.stages import ENDS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -90,18 +92,20 @@ def has_transformer_engine() -> bool:
 
 def check_model(model: ModelConfig, layout: Layout) -> None:
     """Raise ValueError unless Megatron can build the model in this layout."""
-    stages = layout.pp * layout.vpp
-    if model.num_layers % stages:
-        raise ValueError(
-            f"model.num_layers={model.num_layers} does not divide by pp x vpp = {stages}; "
-            "change the number of layers or the layout"
-        )
+    stages_of(model, layout)
     if model.num_attention_heads % layout.tp:
         raise ValueError(
             f"model.num_attention_heads={model.num_attention_heads} does not divide by "
             f"tp={layout.tp}; change one of them"
         )
-    check_fields("model.transformer", model.transformer, TransformerConfig)
+    check_fields("model.transformer", model.transformer, config_class(model.transformer))
+    pipelined_mtp = model.transformer.get("mtp_num_layers") and layout.pp > 1
+    if pipelined_mtp and model.position_embedding == "learned_absolute":
+        raise ValueError(
+            "model.position_embedding=learned_absolute with mtp_num_layers and "
+            f"pp={layout.pp}: Megatron does not add up the positions' gradients of the first and "
+            "the last stage; use rope"
+        )
     check_fields("model.ddp", model.ddp, DistributedDataParallelConfig)
     check_experts(model.transformer, layout)
 
@@ -134,7 +138,7 @@ def build_model(
         value_head: end in one value a token, [b, s, 1], instead of logits: a critic.
 
     Raises:
-        ValueError: the layout does not divide the model.
+        ValueError: the model cannot be split like that.
     """
     layout = placement.layout
     check_model(model, layout)
@@ -142,8 +146,12 @@ def build_model(
         raise ValueError(
             "model.tie_embeddings=true, but a value model has no vocabulary to tie; set it to false"
         )
-    use_te = placement.device.type == "cuda" and has_transformer_engine()
-    config = _transformer_config(model, placement)
+    use_te = (
+        placement.device.type == "cuda"
+        and has_transformer_engine()
+        and model.transformer.get("transformer_impl") != "local"
+    )
+    config = _transformer_config(model, placement, use_te=use_te)
     ddp = ddp or DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **model.ddp})
     chunks = []
     for chunk in range(layout.vpp):
@@ -157,6 +165,7 @@ def build_model(
             pre_process=placement.pp_rank == 0 and chunk == 0,
             post_process=placement.is_last_stage and chunk == layout.vpp - 1,
             position_embedding_type=model.position_embedding,
+            **{name: getattr(model, name) for name in ROTARY},
             share_embeddings_and_output_weights=model.tie_embeddings,
             vp_stage=vp_stage,
         )
@@ -181,7 +190,9 @@ def build_model(
     return result
 
 
-def _transformer_config(model: ModelConfig, placement: Placement) -> TransformerConfig:
+def _transformer_config(
+    model: ModelConfig, placement: Placement, *, use_te: bool
+) -> TransformerConfig:
     layout = placement.layout
     dtype = DTYPES[model.precision]
     interleaved = layout.vpp > 1
@@ -207,6 +218,7 @@ def _transformer_config(model: ModelConfig, placement: Placement) -> Transformer
         batch_p2p_comm=not interleaved,
         deallocate_pipeline_outputs=True,
         use_cpu_initialization=True,
+        transformer_impl="transformer_engine" if use_te else "local",
         hidden_dropout=0.0,
         attention_dropout=0.0,
         finalize_model_grads_func=finalize_model_grads,
@@ -215,8 +227,45 @@ def _transformer_config(model: ModelConfig, placement: Placement) -> Transformer
         # These fusions are CUDA kernels.
         settings.update(masked_softmax_fusion=False, bias_dropout_fusion=False)
         settings.update(gradient_accumulation_fusion=False)
-    settings.update(model.transformer)
-    return TransformerConfig(**settings)
+    options = from_names(model.transformer)
+    check_options(
+        options,
+        {**settings, "position_embedding": model.position_embedding},
+        use_te=use_te,
+        on_gpu=placement.device.type == "cuda",
+    )
+    if options.get("multi_latent_attention"):
+        _move_rotary_settings(model, settings)
+    if options.get("fp32_residual_connection"):
+        settings["pipeline_dtype"] = torch.float32  # what passes between stages is the residual
+    first, last = ENDS
+    if layout.pp == 2 and options.get(first) is not None:
+        # Then the last rank has what is left, and saying so too makes Megatron (0.16.1, 0.19.2)
+        # divide by the ranks between the two where chunks are interleaved.
+        options.pop(last, None)
+    try:
+        return config_class(options)(**{**settings, **options})
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"Megatron-Core refuses model.transformer={options}: {error}") from error
+
+
+def _move_rotary_settings(model: ModelConfig, settings: dict[str, Any]) -> None:
+    """Multi-latent attention is rotary, with settings of its own in its config."""
+    settings.update(rotary_base=model.rotary_base, rotary_percent=model.rotary_percent)
+    is_yarn = model.transformer.get("rope_type", "yarn") == "yarn"
+    refused = {
+        "position_embedding": model.position_embedding != "rope",
+        "rotary_percent": is_yarn and model.rotary_percent != 1,
+        "rope_scaling": model.rope_scaling,
+        "seq_len_interpolation_factor": model.seq_len_interpolation_factor is not None,
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(
+                f"model.{name}={getattr(model, name)} would not have its effect with multi-latent "
+                "attention, which turns a part of each head by rope_type and "
+                "rotary_scaling_factor in model.transformer; leave it out"
+            )
 
 
 def unwrap(module: Any) -> GPTModel:

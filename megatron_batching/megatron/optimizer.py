@@ -78,9 +78,42 @@ def require_finite_gradients(model: PipelineModel) -> None:
 
 
 def gradient_norm(optimizer: Any) -> float:
-    """Global 2-norm of the gradients of the last backward pass, without a step."""
-    optimizer.prepare_grads()
-    return float(optimizer.get_grad_norm())
+    """Global 2-norm of the gradients that lie ready, which stay as they are.
+
+    Megatron's `prepare_grads` divides gradients by the loss scale, in place, and lets the scale
+    grow: right once a step. So where there is a loss scale, gradients are looked at as they are and
+    the norm is divided.
+    """
+    for one in _chain(optimizer):
+        if getattr(one, "grad_scaler", None) is None:
+            one.prepare_grads()
+        elif not one.is_stub_optimizer:
+            one._copy_model_grads_to_main_grads()
+    norm = float(optimizer.get_grad_norm()) / float(optimizer.get_loss_scale())
+    optimizer.zero_grad()  # what was made ready; the model's own gradients stay
+    return norm
+
+
+def step(optimizer: Any) -> tuple[bool, float]:
+    """Clip and update; whether anything was updated, and the gradients' norm before clipping.
+
+    A loss scaler skips the update where a gradient is not finite, and lowers the scale.
+    """
+    is_clipped = optimizer.config.clip_grad > 0
+    norm = 0.0 if is_clipped else gradient_norm(optimizer)  # Megatron may leave it out
+    updated, found, _ = optimizer.step()
+    if is_clipped:
+        norm = gradient_norm(optimizer) if found is None else float(found)
+    return bool(updated), norm
+
+
+def has_loss_scale(optimizer: Any) -> bool:
+    """Whether the optimizer divides gradients by a loss scale."""
+    return any(getattr(one, "grad_scaler", None) is not None for one in _chain(optimizer))
+
+
+def _chain(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def build_lr_schedule(settings: OptimizerSettings, optimizer: Any) -> OptimizerParamScheduler:
@@ -123,6 +156,6 @@ def move(
                     for parameter in buffer.params:
                         parameter.data = parameter.data.to(device)
     if states:
-        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for one in _chain(optimizer):
             for state in one.optimizer.state.values():
                 state.update({k: v.to(device) for k, v in state.items() if torch.is_tensor(v)})

@@ -2,9 +2,9 @@
 
 Counted are the matrix products, which are nearly all of the time of a large transformer: the
 projections and MLP (2 FLOP a parameter and token), attention scores and values over causal pairs,
-the router, the LM head on the last stage. Two things are not FLOP but take time, and are
+the router, the LM head. Two things are not FLOP but take time, and are
 charged as the FLOP that the accelerator could do meanwhile: reading a stage's weights once a
-micro-batch, and copying embeddings on the first stage. Left out: norms, dropout, softmax,
+micro-batch, and copying embeddings. Left out: norms, dropout, softmax,
 communication inside a layer (with experts the all-to-all before and after them), kernels slower
 than peak. `megatron-batching calibrate` measures those; ratios between stages and lengths, which
 decide a plan, are mostly right without.
@@ -25,6 +25,7 @@ import numpy as np
 
 from megatron_batching.plan.cost import BACKWARD_OVER_FORWARD, OVERHEAD_TOKENS, CostModel
 from megatron_batching.plan.layout import Layout, check_positive
+from megatron_batching.plan.stages import Stage, pipeline_stages, stages_of_layers
 
 EMBEDDING_BYTES = 4.0  # a value read and written, bf16
 FLOP_PER_BYTE = 295.0  # peak FLOP over memory bytes of an H100 SXM, as in OVERHEAD_TOKENS
@@ -44,12 +45,12 @@ def transformer_cost_model(
         config: a TransformerConfig, or any object with its attribute names; read are num_layers,
             hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels,
             gated_linear_unit, num_moe_experts and the other moe_ sizes, recompute_granularity,
-            recompute_method, recompute_num_layers, and how layers are split
-            (num_layers_in_first_pipeline_stage, account_for_loss_in_pipeline_split, ...).
+            recompute_method, recompute_num_layers, and what `pipeline_stages` reads.
         layout: pp, vpp, tp, cp, ep and etp; work is shared by tp x cp ranks, experts' weights by
             ep x etp.
         vocab_size: rows of the LM head.
-        layers_per_stage: [S] layers of each virtual stage, when the config alone does not tell.
+        layers_per_stage: [S] layers of each virtual stage, instead of what the config says of them;
+            embedding and LM head then are at the two ends.
         flops_per_second: achieved by one GPU; gives times in seconds instead of FLOP.
 
     Raises:
@@ -66,27 +67,8 @@ def transformer_cost_model(
     """
     check_positive("vocab_size", vocab_size)
     _check_expert_ranks(config, layout)
-    layers = _stage_layers(config, layout, layers_per_stage)
-    hidden = config.hidden_size
-    projected = _value(config, "kv_channels", hidden // config.num_attention_heads)
-    projected *= config.num_attention_heads
-    forward = np.zeros((layout.num_virtual_stages, 3))
-    recompute = np.zeros_like(forward)
-    first = 0
-    for stage, count in enumerate(layers):
-        rows = np.array(
-            [_layer(config, index, projected, layout) for index in range(first, first + count)]
-        ).reshape(count, 3)
-        forward[stage] = rows.sum(0)
-        recompute[stage] = _recomputed(config, rows)
-        first += count
-    backward = BACKWARD_OVER_FORWARD * forward + recompute
-    head = 2.0 * hidden * vocab_size
-    forward[-1] += [OVERHEAD_TOKENS * head, head, 0.0]
-    backward[-1] += BACKWARD_OVER_FORWARD * np.array([OVERHEAD_TOKENS * head, head, 0.0])
-    copied = EMBEDDING_BYTES * FLOP_PER_BYTE * hidden
-    forward[0, 1] += copied
-    backward[0, 1] += copied
+    stages = _stages(config, layout, layers_per_stage)
+    forward, backward = _stage_flops(config, stages, vocab_size, layout)
     scale = layout.tp * layout.cp * (flops_per_second or 1.0)
     # cp shares the tokens of a micro-batch, but each of its ranks reads all weights.
     shares = np.array([layout.cp, 1.0, 1.0]) / scale
@@ -111,6 +93,36 @@ def _check_expert_ranks(config: Any, layout: Layout) -> None:
             )
 
 
+def _stage_flops(
+    config: Any, stages: Sequence[Stage], vocab_size: int, layout: Layout
+) -> tuple[np.ndarray, np.ndarray]:
+    """[S, 3] forward and backward FLOP of whole stages, on one rank."""
+    hidden = config.hidden_size
+    projected = _value(config, "kv_channels", hidden // config.num_attention_heads)
+    projected *= config.num_attention_heads
+    forward = np.zeros((len(stages), 3))
+    other = np.zeros_like(forward)  # of the backward: done again, or not done twice
+    first = 0
+    for number, stage in enumerate(stages):
+        numbers = range(first, first + stage.decoder_layers)
+        layers = [_layer(config, index, projected, layout) for index in numbers]
+        layers += [_mtp_layer(config, projected, layout)] * stage.mtp_layers
+        rows = np.array(layers).reshape(len(layers), 3)
+        forward[number] = rows.sum(0)
+        other[number] = _recomputed(config, rows)
+        first += stage.decoder_layers
+        if stage.has_loss:
+            # The LM head also takes what each MTP layer makes of the tokens.
+            passes = 1 + sum(stage.mtp_layers for stage in stages)
+            head = 2.0 * hidden * vocab_size
+            forward[number] += [OVERHEAD_TOKENS * head, passes * head, 0.0]
+        copied = EMBEDDING_BYTES * FLOP_PER_BYTE * hidden
+        copied *= stage.has_embedding + stage.mtp_layers
+        forward[number, 1] += copied
+        other[number, 1] -= (BACKWARD_OVER_FORWARD - 1) * copied
+    return forward, BACKWARD_OVER_FORWARD * forward + other
+
+
 def _layer(config: Any, index: int, projected: int, layout: Layout) -> tuple[float, float, float]:
     """Forward FLOP of one layer: per micro-batch, token and pair; before tp shares them."""
     hidden, heads = config.hidden_size, config.num_attention_heads
@@ -130,6 +142,13 @@ def _layer(config: Any, index: int, projected: int, layout: Layout) -> tuple[flo
         stored = local * expert + shared + hidden * experts
     per_token = 2.0 * (attention + used)
     return OVERHEAD_TOKENS * 2.0 * (attention + stored), per_token, 2.0 * projected
+
+
+def _mtp_layer(config: Any, projected: int, layout: Layout) -> tuple[float, float, float]:
+    """A layer of multi-token prediction: one like the last, behind a projection of 2h to h."""
+    per_batch, per_token, per_pair = _layer(config, config.num_layers - 1, projected, layout)
+    joined = 2.0 * 2 * config.hidden_size**2
+    return per_batch + OVERHEAD_TOKENS * joined, per_token + joined, per_pair
 
 
 def _is_moe(config: Any, index: int) -> bool:
@@ -152,55 +171,15 @@ def _recomputed(config: Any, rows: np.ndarray) -> np.ndarray:
     return rows.sum(0)
 
 
-def _stage_layers(config: Any, layout: Layout, given: Sequence[int] | None) -> list[int]:
-    num_stages, num_layers = layout.num_virtual_stages, config.num_layers
-    if given is not None:
-        if len(given) != num_stages or sum(given) != num_layers:
-            raise ValueError(
-                f"layers_per_stage={list(given)} must be {num_stages} numbers that add up to "
-                f"num_layers={num_layers}"
-            )
-        return list(given)
-    edges = [
-        _value(config, f"num_layers_in_{end}_pipeline_stage", None) for end in ("first", "last")
-    ]
-    if edges != [None, None]:
-        return _edged(edges, layout, num_layers)
-    extra = [
-        int(_value(config, f"account_for_{end}_in_pipeline_split", False))
-        for end in ("embedding", "loss")
-    ]
-    each, rest = divmod(num_layers + sum(extra), num_stages)
-    if rest:
-        raise _uneven(num_layers, num_stages)
-    layers = [each] * num_stages
-    layers[0] -= extra[0]
-    layers[-1] -= extra[1]
-    return layers
-
-
-def _edged(edges: list[int | None], layout: Layout, num_layers: int) -> list[int]:
-    """Ranks with their own number of layers first or last, the others alike."""
-    set_here = [edge for edge in edges if edge is not None]
-    others = layout.pp - len(set_here)
-    left = num_layers - sum(set_here)
-    if left and (others < 1 or left % others):
-        raise _uneven(num_layers, layout.num_virtual_stages)
-    ranks = [left // others if others else 0] * layout.pp
-    if edges[0] is not None:
-        ranks[0] = edges[0]
-    if edges[1] is not None:
-        ranks[-1] = edges[1]
-    if any(count % layout.vpp for count in ranks):
-        raise _uneven(num_layers, layout.num_virtual_stages)
-    return [count // layout.vpp for count in ranks] * layout.vpp
-
-
-def _uneven(num_layers: int, num_stages: int) -> ValueError:
-    return ValueError(
-        f"num_layers={num_layers} does not divide among {num_stages} virtual stages: pass "
-        "layers_per_stage"
-    )
+def _stages(config: Any, layout: Layout, given: Sequence[int] | None) -> tuple[Stage, ...]:
+    if given is None:
+        return pipeline_stages(config, layout)
+    if len(given) != layout.num_virtual_stages or sum(given) != config.num_layers:
+        raise ValueError(
+            f"layers_per_stage={list(given)} must be {layout.num_virtual_stages} numbers that add "
+            f"up to num_layers={config.num_layers}"
+        )
+    return stages_of_layers(given, mtp_layers=_value(config, "mtp_num_layers", 0))
 
 
 def _value(config: Any, name: str, default: Any) -> Any:

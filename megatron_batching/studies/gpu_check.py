@@ -166,6 +166,7 @@ def time_shapes(bench: Bench, repeats: int = 5) -> dict[str, float]:
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for repeat in range(repeats + 1):
         for planned in seconds:
+            engine.optimizer_zero_grad()
             report = engine.forward_backward_batch(bench.mini_batch, planned_shapes=planned)
             if repeat > 0:
                 seconds[planned].append(report.step_time_s)
