@@ -1,0 +1,42 @@
+"""Every example runs to its end, as its page says it is run.
+
+Run: pytest tests/test_examples_multiproc.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PAGE = (EXAMPLES / "README.md").read_text()
+ALONE = re.findall(r"`python examples/(\w+\.py)`", PAGE)
+ON_TWO_PROCESSES = re.findall(r"`torchrun --nproc-per-node 2 examples/(\w+\.py)`", PAGE)
+
+
+def run(*command: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_every_example_is_on_the_page() -> None:
+    assert sorted(ALONE + ON_TWO_PROCESSES) == sorted(p.name for p in EXAMPLES.glob("*.py"))
+
+
+def test_examples_in_one_process() -> None:
+    for name in ALONE:
+        assert run(str(EXAMPLES / name))
+
+
+def test_examples_on_two_processes() -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    output = run(*torchrun, str(Path(__file__).with_name("run_examples.py")), *ON_TWO_PROCESSES)
+    for name in ON_TWO_PROCESSES:
+        assert f"finished {name}" in output
