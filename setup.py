@@ -51,7 +51,7 @@ setup(
     ],
     extras_require=EXTRAS,
     entry_points={
-        "console_scripts": ["megatron-batching = megatron_batching.cli:main"],
+        "console_scripts": ["megatron-batching = megatron_batching.__main__:main"],
         "verl.plugins": ["megatron_batching = megatron_batching.integrations.verl_plugin"],
     },
     classifiers=[

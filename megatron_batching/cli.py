@@ -1,8 +1,7 @@
 """The command line: `megatron-batching`, or `python -m megatron_batching`.
 
-Each command is a plain function elsewhere; here are only its options. What a user can get wrong
-arrives as ValueError and leaves as one line, `error: ...`, with exit code 2. Under torchrun
-every rank ends so, and rank 0 alone speaks.
+Each command is a plain function elsewhere; here are only its options. How a command ends on a
+user's error or an interrupt is `megatron_batching.program`'s.
 """
 
 from __future__ import annotations
@@ -10,29 +9,26 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_batching.program import INTERRUPTED, leave, run
 from megatron_batching.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_batching.plan import MicroBatchPlan
+    from megatron_batching.plan import Layout, MicroBatchPlan
 
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Plans micro-batches for Megatron-Core pipelines and runs them.",
 )
-
-_PATIENCE_S = 10.0
 
 Lengths = Annotated[
     str,
@@ -130,6 +126,7 @@ def plan(
         "balance": balance,
     }
     made = _plan(lengths, sizes, options, cost)
+    _warn(cost, made.layout)
     print(json.dumps(made.to_json()) if as_json else made.describe())
 
 
@@ -178,8 +175,12 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Simulate a plan and draw its timeline; layout options matter when SOURCE holds lengths."""
-    from megatron_batching.bench.simulate import Outputs, read_plan, run_simulate
+    from megatron_batching.bench.outputs import Outputs
+    from megatron_batching.bench.simulate import read_plan, run_simulate
     from megatron_batching.schedules import Communication
+
+    outputs = Outputs(png=png, html=html, trace=trace, timeline=timeline_file, as_json=as_json)
+    outputs.check()
 
     def make(text: str, method: str) -> MicroBatchPlan:
         sizes = dict(pp=pp, vpp=vpp, dp=dp, tp=tp, cp=cp, ep=ep, etp=etp, group=group)
@@ -194,13 +195,14 @@ def simulate(
         return _plan(text, sizes, options, cost)
 
     plans = [("plan", read_plan(source) or make(source, "search"))]
+    _warn(cost, plans[0][1].layout)
     if compare == "baseline":
         plans.insert(0, ("baseline", make(source, "baseline")))
     elif compare is not None:
         plans.append((compare, read_plan(compare) or make(compare, "search")))
     run_simulate(
         plans,
-        outputs=Outputs(png=png, html=html, trace=trace, timeline=timeline_file),
+        outputs=outputs,
         cost=cost,
         communication=Communication(
             planned_shapes=not exchange_shapes,
@@ -210,7 +212,6 @@ def simulate(
             bytes_per_token=bytes_per_token,
         ),
         replica=replica,
-        as_json=as_json,
     )
 
 
@@ -223,7 +224,8 @@ def timeline(
     trace: Trace = None,
 ) -> None:
     """Draw timelines on one time axis."""
-    from megatron_batching.bench.simulate import Outputs, run_timeline
+    from megatron_batching.bench.outputs import Outputs
+    from megatron_batching.bench.simulate import run_timeline
 
     run_timeline(files, outputs=Outputs(png=png, html=html, trace=trace, overlay=overlay))
 
@@ -234,7 +236,12 @@ def what_if(
     gpus: Annotated[int, typer.Option(help="GPUs in all; dp follows from the other sizes.")],
     max_tokens: Annotated[str, typer.Option(help="Token caps to try, separated by commas.")],
     pp: Annotated[str | None, typer.Option(help="Pipeline sizes to try, with commas.")] = None,
-    vpp: Annotated[str, typer.Option(help="Chunk counts to try, with commas.")] = "1,2,4",
+    vpp: Annotated[
+        str | None,
+        typer.Option(
+            help="Chunk counts to try, with commas; 1,2,4 if left out, or what a cost file allows."
+        ),
+    ] = None,
     tp: TP = 1,
     cp: CP = 1,
     ep: EP = 1,
@@ -247,24 +254,27 @@ def what_if(
     as_json: AsJson = False,
 ) -> None:
     """Predict the step for every layout of so many GPUs; the fastest is marked."""
-    from megatron_batching.bench.simulate import run_what_if
-    from megatron_batching.bench.simulate import what_if as tabulate
+    from megatron_batching.bench.what_if import run_what_if
+    from megatron_batching.bench.what_if import what_if as tabulate
     from megatron_batching.plan import read_lengths
 
-    rows = tabulate(
-        read_lengths(lengths),
-        gpus=gpus,
-        caps=_numbers("--max-tokens", max_tokens),
-        pp=None if pp is None else _numbers("--pp", pp),
-        vpp=_numbers("--vpp", vpp),
-        tp=tp,
-        cp=cp,
-        ep=ep,
-        etp=etp,
-        num_layers=num_layers,
-        group=group,
-        cost=cost,
-    )
+    _warn(cost)
+    names = ("gpus", "tp", "cp", "ep", "etp", "num_layers")
+    with _naming({name: f"--{name.replace('_', '-')}" for name in names}):
+        rows = tabulate(
+            read_lengths(lengths),
+            gpus=gpus,
+            caps=_numbers("--max-tokens", max_tokens),
+            pp=None if pp is None else _numbers("--pp", pp),
+            vpp=None if vpp is None else _numbers("--vpp", vpp),
+            tp=tp,
+            cp=cp,
+            ep=ep,
+            etp=etp,
+            num_layers=num_layers,
+            group=group,
+            cost=cost,
+        )
     run_what_if(rows, as_json=as_json)
 
 
@@ -380,6 +390,15 @@ def _plan(
         return plan_mini_batch(values, layout, batching, cost_model=model)
 
 
+def _warn(cost: str | None, layout: Layout | None = None) -> None:
+    """Say on standard error what speaks against a cost file."""
+    from megatron_batching.plan.cost_quality import cost_warning
+
+    warning = cost_warning(cost, layout)
+    if warning is not None:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
 @contextlib.contextmanager
 def _naming(options: Mapping[str, str]) -> Iterator[None]:
     """Let errors name options of the command line instead of the arguments behind them."""
@@ -396,49 +415,22 @@ def _naming(options: Mapping[str, str]) -> Iterator[None]:
 
 
 def _numbers(option: str, text: str) -> list[int]:
+    from megatron_batching.schedules.files import shortened
+
     parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isascii() and part.strip().isdigit() and part.strip("0 ") for part in parts):
         raise ValueError(
-            f"{option} is {text!r}: give whole numbers above 0 separated by commas, such as 1,2,4"
+            f"{option} is {shortened(text)}: give whole numbers above 0 separated by commas, such "
+            "as 1,2,4"
         )
     return [int(part) for part in parts]
 
 
 def main() -> None:
-    """Entry point: run a command, and turn a user's error into one line and exit code 2."""
-    try:
-        app(standalone_mode=False)
-    except ValueError as error:
-        _fail(str(error))
-    except FloatingPointError as error:
-        _fail(str(error), code=1)
-    except TimeoutError as error:
-        _fail(str(error), code=1)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        _fail(f"{error.filename}: {error.strerror}")
-    except Exception as error:
-        # Typer's usage errors have no base class that all its versions export.
-        if not hasattr(error, "format_message"):
-            raise
-        _fail(error.format_message())
+    """Entry point: run a command; how it ends is `megatron_batching.program`'s."""
 
+    def command() -> None:
+        if app(standalone_mode=False) == INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+            leave()
 
-def _fail(message: str, code: int = 2) -> NoReturn:
-    # torchrun ends all ranks when the first one exits. Mostly all have the same error: one says it
-    # and the others wait for their end. One that fails alone speaks up at once if the run is
-    # guarded, so that the others end too, and else after a while.
-    line = " ".join(message.split())
-    guard = sys.modules.get("megatron_batching.megatron.world")
-    reported = guard.report_failure(line) if guard is not None else None
-    is_first = os.environ.get("RANK", "0") == "0" if reported is None else reported[1]
-    if not is_first:
-        time.sleep(_PATIENCE_S)
-    if is_first or reported is None or line not in reported[0]:
-        print(f"error: {line}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    if guard is None or reported is None:
-        sys.exit(code)
-    guard.linger()
-    os._exit(code)  # process groups would wait for the other ranks
+    run(command)

@@ -10,6 +10,7 @@ matplotlib is imported when a picture is drawn, not before: planning needs numpy
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ FORWARD = (0.0, 0.447, 0.698)
 BACKWARD = (0.902, 0.624, 0.0)
 PANEL, EDGE = "#d9d9d9", "#333333"
 ROW_HEIGHT = 0.78
+PICTURES = ("png", "svg", "pdf")
 
 
 def chunk_colour(kind: str, chunk: int, num_chunks: int) -> tuple[float, float, float]:
@@ -51,15 +53,12 @@ def draw_png(
         The path.
 
     Raises:
-        ValueError: there is nothing to draw.
-        ImportError: matplotlib is missing.
+        ValueError: there is nothing to draw, the suffix is another one, or matplotlib is missing.
     """
     shown = as_timelines(timelines)
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("matplotlib is missing: pip install 'megatron-batching[viz]'") from error
+    kind = check_picture(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     row_inches = 0.3 + 0.2 * len(shown) if overlay else 0.42
     panels = [shown] if overlay else [[timeline] for timeline in shown]
@@ -75,7 +74,25 @@ def draw_png(
         _draw_panel(axis, panel, longest, points_per_unit=(width_inches - 0.9) * 72 / longest)
     axes[-1].set_xlabel(f"time ({shown[-1].unit})")
     _draw_legend(figure, shown)
-    return write_whole(path, lambda partial: figure.savefig(partial, dpi=dpi))
+    return write_whole(path, lambda partial: figure.savefig(partial, dpi=dpi, format=kind))
+
+
+def check_picture(path: str | Path) -> str:
+    """The format that a picture's name asks for: `png`, also without suffix, `svg` or `pdf`.
+
+    Raises:
+        ValueError: it asks for another one, or matplotlib is missing.
+    """
+    kind = Path(path).suffix.lower().removeprefix(".") or "png"
+    if kind not in PICTURES:
+        raise ValueError(
+            f"picture {str(path)!r} ends in .{kind}: it must end in .{', .'.join(PICTURES)}"
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "matplotlib, which draws pictures, is missing: pip install 'megatron-batching[viz]'"
+        )
+    return kind
 
 
 def _draw_panel(

@@ -2,7 +2,9 @@
 
 A file is written under another name beside its own, flushed to the disk and then renamed, which
 POSIX does at once: a full disk or a killed process leaves the old file or none, never half of one.
-Writing in place would spare the second name and leave a plan that ends in mid-word.
+Writing in place would spare the second name and leave a plan that ends in mid-word. Only regular
+files can be renamed over: a symbolic link stays and its target is written; a device, a pipe or a
+descriptor such as /dev/stdout gets the bytes once all of them are there.
 
 JSON from a file is what a user wrote, so each value is asked for by name and type; a wrong one is
 a ValueError of one line. pickle is not read from files anywhere in this package.
@@ -11,9 +13,15 @@ a ValueError of one line. pickle is not read from files anywhere in this package
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +41,8 @@ _MOST = 2**53  # whole numbers up to here are exact in every JSON reader
 def write_whole(path: str | Path, write: Callable[[Path], Any]) -> Path:
     """Let `write` fill a file beside `path`, and rename it to `path` once it is on the disk.
 
+    What is no regular file is written to as it is, after `write` has filled a temporary file.
+
     Args:
         path: the file; its folder is made if it is missing.
         write: called with the path to write to, which has the same suffix.
@@ -41,21 +51,138 @@ def write_whole(path: str | Path, write: Callable[[Path], Any]) -> Path:
         The path.
 
     Raises:
-        OSError: it could not be written, for a full disk or missing rights; `path` is as before.
+        OSError: it could not be written, for a full disk or missing rights; a regular file is as
+            before.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+    if is_stream(path):
+        with tempfile.TemporaryDirectory(prefix="megatron-batching-") as folder:
+            whole = Path(folder, f"whole{path.suffix}")
+            write(whole)
+            _copy_into(whole, path)
+        return path
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _require_permission(target)
+    partial = target.with_name(f".{target.stem}.{os.getpid()}.partial{path.suffix}")
+    _partial_files.add(partial)
     try:
         write(partial)
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
+        if target.exists():
+            shutil.copymode(target, partial)
+        partial.replace(target)
+    except OSError as error:
+        if error.filename in (None, str(partial)):  # a write that fails has no name of its own
+            error.filename = str(path)
+        raise
+    finally:
+        _partial_files.discard(partial)
         with contextlib.suppress(OSError):
             partial.unlink()
-        raise
     return path
+
+
+def drop_partial_files() -> None:
+    """Remove what `write_whole` has begun, for a process that is about to end at once."""
+    for partial in list(_partial_files):
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+_partial_files: set[Path] = set()
+
+
+def is_stream(path: str | Path) -> bool:
+    """Whether bytes written to `path` go somewhere else than into a file of that name.
+
+    >>> is_stream("/dev/null"), is_stream("/dev/stdout"), is_stream("page.html")
+    (True, True, False)
+    """
+    if own_descriptor(path) is not None:
+        return True
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def own_descriptor(path: str | Path) -> int | None:
+    """The number of the descriptor of this process that `path` names, or None.
+
+    >>> own_descriptor("/dev/stdout"), own_descriptor("/dev/fd/63"), own_descriptor("/dev/null")
+    (1, 63, None)
+    """
+    named = {"/dev/stdout": 1, "/dev/stderr": 2}.get(str(path))
+    found = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d{1,9})", str(path))
+    return int(found[1]) if found else named
+
+
+def check_file(path: str | Path, name: str) -> None:
+    """Raise ValueError unless `write_whole` may be expected to write `path`; leaves no trace.
+
+    Args:
+        path: the file.
+        name: what a message calls it, such as an option.
+    """
+    with _refusing(path, name):
+        descriptor = own_descriptor(path)
+        if descriptor is not None:
+            os.fstat(descriptor)
+        elif is_stream(path):
+            _require_permission(Path(path))
+        else:
+            target = Path(os.path.realpath(path))
+            _require_permission(target)
+            _check_room(target.parent)
+
+
+def check_folder(path: str | Path, name: str) -> None:
+    """Raise ValueError unless files may be expected to be written into `path`; see `check_file`."""
+    with _refusing(path, name):
+        _check_room(Path(os.path.realpath(path)))
+
+
+@contextlib.contextmanager
+def _refusing(path: str | Path, name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{name} {str(path)!r} cannot be written ({error.strerror}): choose another place"
+        ) from None
+
+
+def _check_room(folder: Path) -> None:
+    """Raise OSError unless a file can be made in the folder, or in what there is of its parents."""
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    # Rights do not say it: root has all of them, also where the system allows nothing.
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _require_permission(path: Path) -> None:
+    """Raise OSError where an existing `path` is a folder, or is not for this user to write."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def _copy_into(whole: Path, path: Path) -> None:
+    """Write a file's bytes to a device, a pipe, or a descriptor of this process."""
+    descriptor = own_descriptor(path)
+    try:
+        sys.stdout.flush()  # what was said before comes before
+        into = path if descriptor is None else os.dup(descriptor)
+        with whole.open("rb") as source, open(into, "wb") as sink:
+            shutil.copyfileobj(source, sink)
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def write_text(path: str | Path, text: str) -> Path:

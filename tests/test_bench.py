@@ -23,10 +23,10 @@ from megatron_batching.schedules import Event, Op, Timeline
 from megatron_batching.bench.calibrate import calibration_rows
 from megatron_batching.bench.fit import Link, fit_cost_model, fit_stage, read_link, write_cost_file
 from megatron_batching.bench.methods import Method, without
+from megatron_batching.bench.outputs import Outputs
 from megatron_batching.bench.recording import RankMessages, Recording
 from megatron_batching.bench.settings import BenchConfig, Trace, load_bench_config
 from megatron_batching.bench.simulate import (
-    Outputs,
     run_timeline,
 )
 from megatron_batching.cli import main

@@ -124,6 +124,58 @@ def test_simulate_reads_a_plan_file(run: Any, lengths_file: str, tmp_path: Path)
     assert json.loads(out)["step_time"] == pytest.approx(predicted["step_time"])
 
 
+def test_plans_of_different_mini_batches_are_not_compared(
+    run: Any, lengths_file: str, tmp_path: Path
+) -> None:
+    paths = []
+    for name, source in (("a", lengths_file), ("b", "@azure_code:8")):
+        code, planned, _ = run("plan", source, "--max-tokens=9000", "--json")
+        assert code == 0
+        paths.append(tmp_path / f"{name}.json")
+        paths[-1].write_text(planned)
+    same = run("simulate", str(paths[0]), f"--compare={paths[0]}")
+    assert same[0] == 0 and "speed-up" in same[1]
+    different = run("simulate", str(paths[0]), f"--compare={paths[1]}")
+    total = sum(json.loads(paths[1].read_text())["lengths"])
+    check_error(different, ["8 samples of 1334 tokens", f"8 samples of {total} tokens", "b.json"])
+
+
+def test_what_if_takes_a_cost_file_as_it_is(run: Any, lengths_file: str, tmp_path: Path) -> None:
+    cost = tmp_path / "cost.json"
+    rows = [[1.0, 2.0, 0.0]] * 4
+    cost.write_text(json.dumps({"forward": rows, "backward": rows}))
+    common = ["what-if", lengths_file, "--gpus=8", "--max-tokens=500", f"--cost={cost}"]
+    code, out, _ = run(*common, "--json")
+    assert code == 0
+    layouts = {(row["pp"], row["vpp"], row["dp"]) for row in json.loads(out)["rows"]}
+    assert layouts == {(2, 2, 4), (4, 1, 2)}
+    check_error(run(*common, "--pp=8"), ["pp in [8]", "4 virtual stages", "cost.json", "leave out"])
+
+
+@pytest.mark.parametrize(("errors", "warns"), [([0.02, -0.03], False), ([0.3, -0.2], True)])
+def test_commands_repeat_what_is_known_of_a_cost_file(
+    run: Any, lengths_file: str, tmp_path: Path, errors: list[float], warns: bool
+) -> None:
+    cost = tmp_path / "cost.yaml"
+    value = {
+        "forward": [[1, 2, 0]] * 2,
+        "backward": [[1, 2, 0]] * 2,
+        "calibration": {"held_out_errors": errors, "layout": {"pp": 2, "tp": 1}},
+    }
+    cost.write_text(json.dumps(value))
+    options = ["--max-tokens=500", f"--cost={cost}"]
+    for command in (["plan", "--pp=2"], ["simulate", "--pp=2"], ["what-if", "--gpus=2"]):
+        code, _, err = run(command[0], lengths_file, *command[1:], *options)
+        assert code == 0
+        if warns:
+            assert err.startswith("warning: ") and err.count("\n") == 1
+            assert "cost.yaml" in err and "25%" in err and "30%" in err and "calibrate" in err
+        else:
+            assert err == ""
+    _, _, err = run("plan", lengths_file, "--pp=2", "--tp=2", *options)
+    assert "measured with tp 1, this layout has 2" in err
+
+
 def test_what_if_marks_the_best_layout(run: Any, lengths_file: str) -> None:
     code, out, _ = run("what-if", lengths_file, "--gpus=4", "--max-tokens=400,800")
     assert code == 0
@@ -134,8 +186,18 @@ def test_what_if_marks_the_best_layout(run: Any, lengths_file: str) -> None:
     ("arguments", "word"),
     [
         (["what-if", "@azure_code", "--gpus=4", "--max-tokens=many"], "many"),
-        (["what-if", "@azure_code", "--gpus=0", "--max-tokens=9000"], "gpus is 0"),
+        (["what-if", "@azure_code", "--gpus=0", "--max-tokens=9000"], "--gpus 0"),
+        (["what-if", "@azure_code", "--gpus=4", "--max-tokens=9000", "--tp=0"], "--tp 0"),
+        (["what-if", "@azure_code", "--gpus=4", "--max-tokens=9000", "--num-layers=0"], "layers 0"),
+        (["what-if", "@azure_code", "--gpus=99999999", "--max-tokens=9000"], "replicas"),
         (["simulate", "nowhere.json"], "nowhere.json"),
+        (["simulate", "@azure_code", "--max-tokens=9000", "--png=a.gif"], ".gif"),
+        (
+            ["simulate", "@azure_code", "--max-tokens=9000", "--html=/proc/x/a"],
+            "--html '/proc/x/a'",
+        ),
+        (["timeline", "nowhere.json", "--html=a", "--trace=./a"], "--html and --trace both"),
+        (["simulate", "no.json", "--json", "--html=/dev/stdout"], "--json and --html both"),
         (["timeline", "nowhere.json"], "nowhere.json"),
     ],
 )
@@ -162,6 +224,18 @@ PLAN_ERRORS = {
     ),
     "option value": ("40\n", ["--max-tokens=lots"], ["--max-tokens", "integer"]),
     "unknown option": ("40\n", ["--max-token-count=5"], ["--max-token-count"]),
+    "pipeline": ("40\n", ["--max-tokens=50", "--pp=100000"], ["--pp 100000", "512"]),
+    "chunks": ("40\n", ["--max-tokens=50", "--pp=2", "--vpp=999"], ["--vpp 999", "1,998", "512"]),
+    "replicas": ("40\n", ["--max-tokens=50", "--dp=1000000"], ["--dp 1000000", "65,536"]),
+    "padding": ("40\n", ["--max-tokens=50", "--cp=2000003", "--align=4000007"], ["2^40"]),
+    "micro-batches": (
+        "40\n",
+        ["--max-tokens=50", "--pp=2", "--vpp=2", "--group=9999999"],
+        ["--group 9999999", "262,144"],
+    ),
+    "work": ("40\n" * 2000, ["--max-tokens=50", "--pp=256"], ["2,000", "at most 1,024", "dp"]),
+    "length": ("4" * 30, ["--max-tokens=50"], ["line 1", "2^40"]),
+    "line": ("4" * 200_000, ["--max-tokens=50"], ["line 1", "longer"]),
     "oversize": ("40\n", ["--max-tokens=50", "--oversize=drop"], ["--oversize drop", "alone"]),
     "two words": ("40\n", ["--max-tokens=50", "--balance=a, b"], ["--balance 'a, b' is unknown"]),
     "a file's name": ("40\n", ["--max-tokens=50", "--cost=pp=4"], ["'pp=4' cannot be read"]),
@@ -178,6 +252,15 @@ def test_plan_errors(run: Any, tmp_path: Path, text: str, options: Any, words: A
 def test_plan_without_its_file(run: Any, tmp_path: Path) -> None:
     missing = str(tmp_path / "missing.csv")
     check_error(run("plan", missing, "--max-tokens=5"), ["missing.csv"])
+
+
+@pytest.mark.parametrize("number", ["99999999999", "9" * 5000])
+def test_plan_of_too_many_lengths(run: Any, number: str) -> None:
+    check_error(run("plan", f"@azure_code:{number}", "--max-tokens=5"), ["@azure_code:999", "most"])
+
+
+def test_plan_of_a_file_without_end(run: Any) -> None:
+    check_error(run("plan", "/dev/zero", "--max-tokens=5"), ["/dev/zero line 1", "longer"])
 
 
 def test_plan_of_an_unknown_distribution(run: Any) -> None:

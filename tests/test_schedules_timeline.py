@@ -21,14 +21,13 @@ from megatron_batching.schedules import (
     write_html,
 )
 
+from megatron_batching.bench.outputs import Outputs
 from megatron_batching.bench.simulate import (
-    Outputs,
     run_simulate,
     run_timeline,
-    run_what_if,
     simulate_plan,
-    what_if,
 )
+from megatron_batching.bench.what_if import run_what_if, what_if
 from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan, plan_mini_batch
 
 LENGTHS = [700, 90, 1500, 320, 60, 980, 410, 230, 75, 1200, 640, 150, 880, 30, 510, 365]
@@ -131,7 +130,7 @@ def test_commands_compare_and_draw_again(
     assert "speed-up of planned over baseline" in printed
     assert all(len(line) <= 70 for line in printed.splitlines() if "|" in line)
     assert json.loads(trace.read_text())["traceEvents"]
-    run_simulate(plans[:1], outputs=Outputs(), as_json=True)
+    run_simulate(plans[:1], outputs=Outputs(as_json=True))
     assert json.loads(capsys.readouterr().out)["step_time"] == figures[0]["step_time"]
     (timeline,) = run_timeline([str(saved)], outputs=Outputs(html=tmp_path / "page.html"))
     assert timeline.step_time_s == figures[0]["step_time"]

@@ -23,6 +23,7 @@ from megatron_batching.plan.layout import Layout
 from megatron_batching.schedules.files import entry, one_line, parsing, read_json, why_unreadable
 
 NUM_FEATURES = 3
+NAMED_COST_MODELS = ("tokens", "verl")  # for every layout
 # Reading a stage's bf16 weights once (2 bytes a parameter) takes as long as computing this many
 # tokens (2 FLOP a parameter and token): peak FLOP/s over memory bytes/s, which is 295 for an H100
 # SXM (989e12 / 3.35e12) and 153 for an A100 (312e12 / 2.04e12). A micro-batch cannot cost less.
@@ -193,6 +194,16 @@ def load_cost_model(source: str, layout: Layout) -> CostModel:
         return verl_cost_model(layout)
     if source == "tokens":
         return uniform_cost_model(layout)
+    model = read_cost_model(source)
+    try:
+        model.check_layout(layout)
+    except ValueError as error:
+        raise ValueError(f"cost model {source!r}: {one_line(error)}") from None
+    return model
+
+
+def read_cost_model(source: str) -> CostModel:
+    """The cost model in a file, for whatever layout it is; ValueError when it holds none."""
     is_yaml = source.endswith((".yaml", ".yml"))
     value = read_yaml(source) if is_yaml else read_json(source)
     if not isinstance(value, dict):
@@ -200,11 +211,9 @@ def load_cost_model(source: str, layout: Layout) -> CostModel:
     if is_yaml:
         value = {key: of for key, of in value.items() if key not in EXTRA_SECTIONS}
     try:
-        model = CostModel.from_json(value)
-        model.check_layout(layout)
+        return CostModel.from_json(value)
     except ValueError as error:
         raise ValueError(f"cost model {source!r}: {one_line(error)}") from None
-    return model
 
 
 def read_yaml(source: str) -> Any:

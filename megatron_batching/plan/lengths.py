@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
-from megatron_batching.schedules.files import why_unreadable
+from megatron_batching.plan.layout import MOST
+from megatron_batching.schedules.files import one_line, shortened, why_unreadable
 
 PROBABILITIES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99,
                  0.995, 0.999, 1.0)  # fmt: skip
@@ -42,6 +44,8 @@ QUANTILES: dict[str, tuple[int, ...]] = {
                   16384, 16384, 16384, 16384),
 }  # fmt: skip
 DEFAULT_SAMPLES = 256
+MOST_LENGTHS = 2**24  # that are read: 16 of the largest mini-batches that can be planned
+LONGEST_LINE = 10_000  # letters
 
 
 def sample_lengths(name: str, num_samples: int = DEFAULT_SAMPLES, seed: int = 0) -> list[int]:
@@ -74,10 +78,10 @@ def read_lengths(source: str, seed: int = 0) -> list[int]:
     if source.startswith("@"):
         return _read_distribution(source, seed)
     if source == "-":
-        return parse_lengths(sys.stdin, "standard input")
+        return parse_lengths(_lines(sys.stdin), "standard input")
     try:
         with Path(source).open(newline="", encoding="utf-8-sig") as file:
-            return parse_lengths(file, source)
+            return parse_lengths(_lines(file), source)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"lengths file {source!r} cannot be read ({why_unreadable(error)}): give a CSV, '-' or "
@@ -95,25 +99,64 @@ def parse_lengths(lines: Iterable[str], name: str) -> list[int]:
     ...
     ValueError: example line 2: length -1 must be at least 1
     """
-    reader = csv.reader(lines)
-    rows = ((reader.line_num, row) for row in reader if any(cell.strip() for cell in row))
+    rows = _rows(lines, name)
     first = next(rows, None)
     if first is None:
         raise ValueError(f"{name} is empty: give at least one length")
     columns = _header(first[1], name)
     lengths = [] if columns else [_length(first[1], columns, name, first[0])]
-    lengths.extend(_length(row, columns, name, number) for number, row in rows)
+    for number, row in rows:
+        lengths.append(_length(row, columns, name, number))
+        if len(lengths) > MOST_LENGTHS:
+            raise ValueError(
+                f"{name} line {number}: at most {MOST_LENGTHS:,} lengths are read; cut the file "
+                "into several"
+            )
     if not lengths:
         raise ValueError(f"{name} has a header but no lengths: give at least one")
     return lengths
+
+
+def _lines(file: TextIO) -> Iterator[str]:
+    """Lines, none longer than a file of lengths can have: a device may have no line's end."""
+    return iter(lambda: file.readline(LONGEST_LINE + 1), "")
+
+
+def _rows(lines: Iterable[str], name: str) -> Iterator[tuple[int, list[str]]]:
+    """(number of the line, cells) of every line that is not blank."""
+
+    def short_lines() -> Iterator[str]:
+        for number, line in enumerate(lines, 1):
+            if len(line) > LONGEST_LINE:
+                raise ValueError(
+                    f"{name} line {number} is longer than {LONGEST_LINE:,} letters: give a CSV, or "
+                    "one number a line"
+                )
+            yield line
+
+    reader = csv.reader(short_lines())
+    try:
+        for row in reader:
+            if any(cell.strip() for cell in row):
+                yield reader.line_num, row
+    except csv.Error as error:
+        raise ValueError(f"{name} line {reader.line_num}: {one_line(error)}") from None
 
 
 def _read_distribution(source: str, seed: int) -> list[int]:
     name, _, number = source[1:].partition(":")
     if ":" not in source:
         return sample_lengths(name, seed=seed)
-    if not (number.isascii() and number.isdigit()) or int(number) < 1:
-        raise ValueError(f"{source}: the number after the colon must be at least 1, not {number!r}")
+    if not (number.isascii() and number.isdigit() and number.strip("0")):
+        raise ValueError(
+            f"{shortened(source)}: the number after the colon must be at least 1, not "
+            f"{shortened(number)}"
+        )
+    if len(number) > len(str(MOST_LENGTHS)) or int(number) > MOST_LENGTHS:
+        raise ValueError(
+            f"{shortened(source)}: at most {MOST_LENGTHS:,} lengths are drawn; give a smaller "
+            "number after the colon"
+        )
     return sample_lengths(name, int(number), seed)
 
 
@@ -152,10 +195,12 @@ def _length(row: list[str], columns: tuple[int, ...], name: str, number: int) ->
             values.append(int(text))
         except ValueError:
             raise ValueError(
-                f"{name} line {number}: {text!r} is not a whole number of tokens"
+                f"{name} line {number}: {shortened(text)} is not a whole number of tokens"
             ) from None
         if values[-1] < 0:
             raise ValueError(f"{name} line {number}: length {values[-1]} must be at least 1")
+        if values[-1] > MOST:
+            raise ValueError(f"{name} line {number}: length {shortened(values[-1])} is over 2^40")
     if sum(values) < 1:
         raise ValueError(f"{name} line {number}: length {sum(values)} must be at least 1")
     return sum(values)

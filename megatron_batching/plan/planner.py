@@ -16,6 +16,7 @@ from megatron_batching.plan.bound import lower_bounds
 from megatron_batching.plan.cost import CostModel, uniform_cost_model
 from megatron_batching.plan.items import Items, gather_items
 from megatron_batching.plan.layout import Layout
+from megatron_batching.plan.limits import check_size
 from megatron_batching.plan.micro_batch_plan import MicroBatch, MicroBatchPlan, ReplicaPlan
 from megatron_batching.plan.options import BatchingOptions
 from megatron_batching.plan.pack import Packer, Packing
@@ -186,6 +187,7 @@ def _packer(
     cost_model: CostModel | None,
     owners: Sequence[int] | None,
 ) -> Packer:
+    check_size(len(lengths), layout, options)
     model = cost_model if cost_model is not None else uniform_cost_model(layout)
     model.check_layout(layout)
     return Packer(gather_items(lengths, layout, options, owners), layout, options, model)

@@ -46,6 +46,7 @@ from megatron_batching.plan import (
     read_lengths,
     verl_cost_model,
 )
+from megatron_batching.program import run as run_program
 from megatron_batching.schedules import StageTimes, lower_bound
 
 TRACES = ("@azure_code", "@azure_conv", "@deepseek_r1")
@@ -348,4 +349,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

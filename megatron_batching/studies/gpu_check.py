@@ -34,6 +34,7 @@ from megatron_batching.megatron.config import (
 )
 from megatron_batching.megatron.parallel import Placement, initialize, shut_down
 from megatron_batching.plan import BatchingOptions, Layout
+from megatron_batching.program import run as run_program
 
 # Against fp32 or another order of summation; bf16 keeps 8 bits.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}
@@ -258,4 +259,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

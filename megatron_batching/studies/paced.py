@@ -34,6 +34,7 @@ from megatron_batching.bench.paced_costs import Costs, measure_costs
 from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
 from megatron_batching.megatron.parallel import Placement, initialize, shut_down
 from megatron_batching.plan import Layout
+from megatron_batching.program import run as run_program
 from megatron_batching.schedules import (
     Communication,
     Event,
@@ -274,4 +275,4 @@ def _report(
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -44,6 +44,7 @@ from megatron_batching.plan import (
     sample_lengths,
     verl_cost_model,
 )
+from megatron_batching.program import run as run_program
 from megatron_batching.schedules.files import write_whole
 
 CAPS = {
@@ -293,4 +294,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -26,6 +26,7 @@ from megatron_batching.megatron.config import world_size_from_environment
 from megatron_batching.megatron.parallel import initialize, shut_down
 from megatron_batching.megatron.recorder import record_messages
 from megatron_batching.plan import Layout
+from megatron_batching.program import run as run_program
 from megatron_batching.schedules import PipelineSchedule
 
 NUM_MICRO_BATCHES = 64
@@ -76,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

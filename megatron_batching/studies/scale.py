@@ -34,6 +34,7 @@ from megatron_batching.plan import (
     sample_lengths,
     verl_cost_model,
 )
+from megatron_batching.program import run as run_program
 from megatron_batching.schedules import Communication
 from megatron_batching.schedules.files import write_whole
 
@@ -181,4 +182,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -1,0 +1,191 @@
+"""`what-if`: the predicted step of every layout that so many GPUs allow."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_batching.bench.simulate import DEFAULT_COST
+from megatron_batching.plan import (
+    BatchingOptions,
+    Layout,
+    MicroBatchPlan,
+    load_cost_model,
+    plan_mini_batch,
+)
+from megatron_batching.plan.cost import NAMED_COST_MODELS, read_cost_model
+from megatron_batching.plan.layout import check_positive
+from megatron_batching.schedules import format_time
+
+LARGEST_PP = 16  # that is tried when none is asked for
+WHAT_IF_BUDGET = 200  # candidate plans a replica: a table wants many layouts, not the last percent
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIfRow:
+    """One layout and cap of the table; figures are None when it cannot be planned."""
+
+    layout: Layout
+    cap: int
+    plan: MicroBatchPlan | None
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as plain values."""
+        layout = self.layout
+        row: dict[str, Any] = {
+            "pp": layout.pp,
+            "vpp": layout.vpp,
+            "dp": layout.dp,
+            "max_tokens": self.cap,
+        }
+        if self.plan is None:
+            return row | {"problem": self.problem}
+        predicted = self.plan.predicted
+        counts = [replica.num_micro_batches for replica in self.plan.replicas]
+        peak = max(predicted.peak_tokens_in_flight)
+        return row | {
+            "group": self.plan.group,
+            "num_micro_batches": max(counts),
+            "step_time": predicted.step_time,
+            "bubble_fraction": predicted.bubble_fraction,
+            "peak_tokens_in_flight": peak,
+            "peak_model_tokens": peak / layout.pp,
+        }
+
+
+def what_if(
+    lengths: Sequence[int],
+    *,
+    gpus: int,
+    caps: Sequence[int],
+    pp: Sequence[int] | None = None,
+    vpp: Sequence[int] | None = None,
+    tp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    num_layers: int | None = None,
+    group: int | None = None,
+    cost: str | None = None,
+    options: BatchingOptions | None = None,
+) -> list[WhatIfRow]:
+    """Plan the lengths for every layout of so many GPUs.
+
+    Args:
+        lengths: the global mini-batch.
+        gpus: GPUs in all; dp follows from pp, tp and cp.
+        caps: token caps of a micro-batch to try.
+        pp: pipeline sizes to try; every divisor of gpus / (tp cp) up to 16 when left out.
+        vpp: chunk counts to try; 1, 2 and 4 when left out, or what a cost file leaves open.
+        tp: tensor-parallel ranks.
+        cp: context-parallel ranks.
+        ep: expert-parallel ranks; layouts whose stages they do not fill are left out.
+        etp: tensor-parallel ranks of an expert; None means tp.
+        num_layers: leaves out layouts that do not divide the model's layers.
+        group: sets the group instead of leaving it to the planner.
+        cost: "tokens" or "verl", which fit every layout, or a file: then only layouts with its
+            number of virtual stages are tried.
+        options: further batching options; the caps replace its own.
+
+    Raises:
+        ValueError: no layout has so many GPUs, or as many virtual stages as the cost file.
+    """
+    sizes_given = {"gpus": gpus, "tp": tp, "cp": cp, "ep": ep, "etp": etp, "num_layers": num_layers}
+    for name, size in sizes_given.items():
+        if size is not None:
+            check_positive(name, size)
+    if gpus % (tp * cp):
+        raise ValueError(f"gpus={gpus} with tp={tp} and cp={cp} must be a multiple of {tp * cp}")
+    stages = None
+    if cost is not None and cost not in NAMED_COST_MODELS:
+        stages = read_cost_model(cost).num_virtual_stages
+    ranks = gpus // (tp * cp)
+    sizes = pp or [n for n in range(1, min(ranks, LARGEST_PP) + 1) if ranks % n == 0]
+    layouts = [
+        Layout(
+            pp=p,
+            vpp=v,
+            dp=ranks // p,
+            tp=tp,
+            cp=cp,
+            ep=ep,
+            etp=etp,
+            group=group if v > 1 else None,
+        )
+        for p in sizes
+        for v in (vpp or ((1, 2, 4) if stages is None else (max(1, stages // p),)))
+        if ranks % p == 0
+        and (gpus // p) % (ep * (etp or tp)) == 0
+        and (p > 1 or v == 1)
+        and (num_layers is None or num_layers % (p * v) == 0)
+        and not (group is not None and v > 1 and group < p)
+        and (stages is None or p * v == stages)
+    ]
+    if not layouts:
+        raise ValueError(
+            f"no layout of {gpus} GPUs has pp in {list(sizes)}"
+            + (f" and vpp in {list(vpp)}" if vpp else "")
+            + (f" and divides {num_layers} layers" if num_layers else "")
+            + (f" and room for ep {ep} x etp {etp or tp} in a stage" if ep > 1 or etp else "")
+            + (f" and the {stages} virtual stages (pp x vpp) that {cost} is of" if stages else "")
+            + ": allow other sizes"
+            + (", or leave out the cost file" if stages else "")
+        )
+    base = options or BatchingOptions(max_tokens_per_micro_batch=1, search_budget=WHAT_IF_BUDGET)
+    rows = []
+    for layout, cap in itertools.product(layouts, caps):
+        model = load_cost_model(cost or DEFAULT_COST, layout)
+        capped = replace(base, max_tokens_per_micro_batch=cap)
+        try:
+            plan = plan_mini_batch(lengths, layout, capped, cost_model=model)
+        except ValueError as error:
+            rows.append(WhatIfRow(layout=layout, cap=cap, plan=None, problem=str(error)))
+        else:
+            rows.append(WhatIfRow(layout=layout, cap=cap, plan=plan))
+    return rows
+
+
+def run_what_if(rows: Sequence[WhatIfRow], *, as_json: bool = False) -> dict[str, Any]:
+    """The `what-if` command: print the table, the fastest row marked.
+
+    Raises:
+        ValueError: no row could be planned.
+    """
+    values = [row.to_json() for row in rows]
+    possible = [value for value in values if "step_time" in value]
+    if not possible:
+        raise ValueError(f"no layout can be planned; the first says: {rows[0].problem}")
+    best = min(possible, key=lambda value: value["step_time"])
+    unit = next(row.plan.predicted.unit for row in rows if row.plan is not None)
+    result = {"unit": unit, "best": best, "rows": values}
+    if as_json:
+        print(json.dumps(result))
+        return result
+    lines = [
+        f"{'pp':>4}{'vpp':>4}{'dp':>4}{'group':>6}{'cap':>8}{'M':>5}{f'step ({unit})':>16}"
+        f"{'vs best':>9}{'bubble':>8}{'peak tokens':>13}{'of model':>10}"
+    ]
+    for value in values:
+        line = f"{value['pp']:>4}{value['vpp']:>4}{value['dp']:>4}"
+        if "problem" in value:
+            lines.append(f"{line}{'':6}{value['max_tokens']:>8}  cannot be planned")
+            continue
+        lines.append(
+            f"{line}{value['group'] or '-':>6}{value['max_tokens']:>8}"
+            f"{value['num_micro_batches']:>5}{format_time(value['step_time']):>16}"
+            f"{value['step_time'] / best['step_time']:>8.2f}x{value['bubble_fraction']:>8.1%}"
+            f"{value['peak_tokens_in_flight']:>13,.0f}{value['peak_model_tokens']:>10,.0f}"
+            + ("  <- best" if value is best else "")
+        )
+    lines.append(
+        "M: most micro-batches of a replica. peak tokens: most that a rank holds activations of, "
+        "for its\nshare of the layers; of model: the same divided by pp, comparable between rows."
+    )
+    problems = {row.problem for row in rows if row.problem}
+    lines += [f"cannot be planned: {problem}" for problem in sorted(problems)]
+    print("\n".join(lines))
+    return result
