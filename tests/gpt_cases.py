@@ -65,7 +65,8 @@ def planned_step(
         layout: of the planned step.
         batching: options of the planned step.
         lengths: of the samples.
-        split: how layers are split over the stages, by Megatron's names.
+        split: fields of TransformerConfig that change nothing in the result, such as how layers
+            are split over the stages.
         changes: fields of `MODEL` to replace, in the reference as well.
     """
     true_loss, true_grads = reference(lengths, **changes)
@@ -91,6 +92,7 @@ def planned_step(
         "counts": [r.num_micro_batches for r in report.plan.replicas],
         "num_dummies": report.plan.num_dummies,
         "layers": [len(gpt.decoder.layers) for gpt in engine.model.gpts],
+        "alignment": report.plan.alignment,
     }
 
 

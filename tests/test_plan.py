@@ -245,7 +245,7 @@ def test_forward_only_plans_are_shorter():
         ([], "lengths is empty"),
         ([3, 0], "sample 1 has length 0"),
         ([3, -2], "sample 1 has length -2"),
-        ([1.5], "whole numbers"),
+        ([1.5], "whole number of tokens"),
     ],
 )
 def test_lengths_that_are_none(lengths, match):

@@ -43,7 +43,9 @@ def run_comparison(
     mini_batch = synthetic_mini_batch(
         lengths, vocab_size=config.model.vocab_size, seed=config.run.seed + 1_000
     )
-    plain = plain_plan(lengths, config.layout, config.compare.micro_batch_size)
+    plain = plain_plan(
+        lengths, config.layout, config.compare.micro_batch_size, engine.batching.align
+    )
     methods = {
         "plain": (plain, False),
         "planned": (engine.plan(mini_batch), config.run.planned_shapes),
@@ -52,9 +54,10 @@ def run_comparison(
     for repeat in range(config.compare.repeats + 1):
         for name, (plan, planned_shapes) in methods.items():
             engine.optimizer_zero_grad()
-            report = engine.forward_backward_batch(
-                mini_batch, plan=plan, planned_shapes=planned_shapes
-            )
+            with engine.batched_by(plan.options):
+                report = engine.forward_backward_batch(
+                    mini_batch, plan=plan, planned_shapes=planned_shapes
+                )
             if repeat > 0:  # the first round warms up
                 reports[name].append(report)
     results = {name: _summary(steps) for name, steps in reports.items()}

@@ -163,7 +163,8 @@ class GptCompute:
     def run(self, method: Method) -> Step:
         """Run one step."""
         self._engine.optimizer_zero_grad()
-        with record_messages() as recorded:
+        batched = self._engine.batched_by(method.plan.options)
+        with batched, record_messages() as recorded:
             report = self._engine.forward_backward_batch(
                 self._mini_batch, plan=method.plan, planned_shapes=method.planned_shapes
             )

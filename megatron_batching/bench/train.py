@@ -19,7 +19,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from megatron_batching.engine.config import DataConfig, TrainConfig
-from megatron_batching.megatron.config import check_world_size, world_size_from_environment
+from megatron_batching.megatron.config import (
+    aligned_batching,
+    check_world_size,
+    world_size_from_environment,
+)
 from megatron_batching.plan import plan_mini_batch, read_lengths
 
 if TYPE_CHECKING:
@@ -67,7 +71,8 @@ def run_training(config: TrainConfig) -> None:
     """
     check_world_size(config.layout, world_size_from_environment())
     all_lengths = mini_batch_lengths(config.data)
-    plans = [plan_mini_batch(n, config.layout, config.batching) for n in all_lengths]
+    batching = aligned_batching(config.batching, config.layout, config.model.transformer)
+    plans = [plan_mini_batch(n, config.layout, batching) for n in all_lengths]
 
     # Megatron warns on every rank that optional libraries are missing; `_describe` says it once.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")

@@ -10,22 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_batching.loss.aggregation import Counts
+from megatron_batching.schedules.files import one_line, shortened
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One token sequence.
 
+    Lists and numpy arrays become tensors, and token ids int64. Whether ids lie in the vocabulary
+    and weights are finite is checked where a step begins, on all samples at once.
+
     Attributes:
-        input_ids: [n] int64.
-        loss_mask: [n] float; entry i weighs the loss of predicting token i. The first token
-            is predicted by nothing, so its entry is never used.
-        fields: name -> [n] float, what an objective needs of each token (advantages, old
+        input_ids: [n] whole numbers.
+        loss_mask: [n] bool, int or float, not negative; entry i weighs the loss of predicting token
+            i. The first token is predicted by nothing, so its entry is never used.
+        fields: name -> [n] numbers, what an objective needs of each token (advantages, old
             log-probabilities, ..); entry i concerns predicting token i.
+
+    Raises:
+        ValueError: one of them is no tensor of numbers, or has another shape.
     """
 
     input_ids: Tensor
@@ -33,22 +42,36 @@ class Sample:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.input_ids.dim() != 1 or self.input_ids.numel() == 0:
+        ids = _as_tensor("input_ids", self.input_ids)
+        if ids.dim() != 1 or ids.numel() == 0:
             raise ValueError(
-                f"input_ids has shape {tuple(self.input_ids.shape)}; a sample is one "
+                f"input_ids has shape {tuple(ids.shape)}; a sample is one "
                 "sequence of at least one token, shape [n]"
             )
-        if self.loss_mask.shape != self.input_ids.shape:
+        if ids.dtype == torch.bool or ids.is_floating_point():
             raise ValueError(
-                f"loss_mask has shape {tuple(self.loss_mask.shape)}, input_ids "
-                f"{tuple(self.input_ids.shape)}; give one mask entry per token"
+                f"input_ids has dtype {ids.dtype}; token ids are whole numbers: give them as int64"
             )
-        for name, values in self.fields.items():
-            if values.shape != self.input_ids.shape:
+        if not isinstance(self.fields, Mapping):
+            raise ValueError(
+                f"fields={shortened(self.fields)} must be a mapping from names to [n] tensors"
+            )
+        mask = _as_tensor("loss_mask", self.loss_mask)
+        if mask.shape != ids.shape:
+            raise ValueError(
+                f"loss_mask has shape {tuple(mask.shape)}, input_ids "
+                f"{tuple(ids.shape)}; give one mask entry per token"
+            )
+        fields = {name: _as_tensor(f"field {name}", values) for name, values in self.fields.items()}
+        for name, values in fields.items():
+            if values.shape != ids.shape:
                 raise ValueError(
                     f"field {name} has shape {tuple(values.shape)}, input_ids "
-                    f"{tuple(self.input_ids.shape)}; give one entry per token"
+                    f"{tuple(ids.shape)}; give one entry per token"
                 )
+        object.__setattr__(self, "input_ids", ids.to(torch.int64))
+        object.__setattr__(self, "loss_mask", mask)
+        object.__setattr__(self, "fields", fields)
 
     def __len__(self) -> int:
         return self.input_ids.numel()
@@ -87,6 +110,9 @@ class MiniBatch:
 
     samples: Sequence[Sample]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", as_samples(self.samples))
+
     def __len__(self) -> int:
         return len(self.samples)
 
@@ -112,3 +138,34 @@ class MiniBatch:
             ValueError: a sample's mask sums to a negative or infinite number.
         """
         return Counts(tokens_per_sequence=tuple(s.num_loss_tokens for s in self.samples))
+
+
+def as_samples(samples: Any) -> tuple[Sample, ...]:
+    """A tuple of samples; ValueError if it is none, or names the first that is no `Sample`."""
+    try:
+        found = tuple(samples)
+    except TypeError:
+        raise ValueError(f"samples={shortened(samples)} must be a list of Sample") from None
+    for i, sample in enumerate(found):
+        if not isinstance(sample, Sample):
+            raise ValueError(
+                f"sample {i} is {shortened(sample)}; build a Sample(input_ids=.., loss_mask=..) of "
+                "it"
+            )
+    return found
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    """A tensor of real numbers from itself, a list or a numpy array."""
+    if not isinstance(value, Tensor):
+        try:
+            value = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(
+                f"{name}={shortened(value)} is no tensor of numbers, nor a list that makes one "
+                f"({one_line(error)}): give a tensor of shape [n]"
+            ) from None
+    if value.is_complex() or value.is_nested:
+        kind = "nested" if value.is_nested else value.dtype
+        raise ValueError(f"{name} is {kind}: give a plain tensor of real numbers, shape [n]")
+    return value

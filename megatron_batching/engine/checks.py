@@ -6,18 +6,30 @@ stands between a user's settings and a loss that is silently wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import torch
-
-from megatron_batching.data import Sample
 from megatron_batching.engine.registry import MODEL_TYPES
-from megatron_batching.loss import Counts, CrossEntropy, Objective, ValueLoss, check_regime
+from megatron_batching.loss import CrossEntropy, Objective, ValueLoss, check_regime
 from megatron_batching.loss.metrics import check_kinds
-from megatron_batching.megatron.agreement import require_agreement
 from megatron_batching.megatron.auxiliary import RouterShares
+from megatron_batching.megatron.config import ModelConfig
 from megatron_batching.megatron.model import PipelineModel
-from megatron_batching.plan import BatchingOptions, MicroBatchPlan
+from megatron_batching.megatron.parallel import Placement
+from megatron_batching.plan import BatchingOptions
+from megatron_batching.schedules.files import shortened
+
+_TYPES = {
+    "model": (ModelConfig, PipelineModel),
+    "placement": (Placement,),
+    "batching": (BatchingOptions,),
+    "infer_batching": (BatchingOptions,),
+}
+
+
+def require_types(**arguments: object) -> None:
+    """Raise ValueError unless each of an engine's arguments is of a type that it takes."""
+    for name, value in arguments.items():
+        if not isinstance(value, _TYPES[name]):
+            wanted = " or ".join(kind.__name__ for kind in _TYPES[name])
+            raise ValueError(f"{name}={shortened(value)} must be a {wanted}")
 
 
 def choose_objective(model_type: str, objective: Objective | None) -> Objective:
@@ -73,31 +85,3 @@ def check_model(
             f"mtp_num_layers={config.mtp_num_layers} with {objective}: Megatron computes "
             "MTP losses together with a plain cross entropy only; use CrossEntropy()"
         )
-
-
-def check_same_step(plan: MicroBatchPlan, counts: Counts, kind: str, device: torch.device) -> None:
-    """Raise the same ValueError on all ranks unless all are about to run the same step.
-
-    Args:
-        plan: of the global mini-batch.
-        counts: what losses divide by.
-        kind: of step, in words.
-        device: where the process group's tensors live.
-    """
-    rows = [[m.samples for m in replica.micro_batches] for replica in plan.replicas]
-    require_agreement(
-        {
-            "lengths": plan.lengths,
-            "loss tokens": counts.tokens_per_sequence,
-            "batching": (plan.layout, plan.options),
-            "micro-batches of the plan": repr((plan.group, rows)).encode(),
-            "step": kind,
-        },
-        device,
-    )
-
-
-def check_fields(samples: Mapping[int, Sample], names: Sequence[str]) -> None:
-    """Raise ValueError before any message is sent unless every sample has what the loss needs."""
-    for i, sample in samples.items():
-        sample.require_fields(names, f"sample {i}")

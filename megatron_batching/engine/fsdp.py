@@ -7,8 +7,9 @@ optimizer. FSDP averages gradients over its ranks, so a share of the loss is mul
 number. Gradients are reduced once, in the last micro-batch's backward.
 
 FSDP gathers weights in every forward pass, on all ranks together; replicas with fewer
-micro-batches therefore run dummies to the end. A plan for any layout with as many replicas as there
-are ranks will do. There is no pipeline, tensor or context parallelism here.
+micro-batches therefore run dummies to the end. A plan with as many replicas as there are ranks
+will do, whatever its pipeline and tensor-parallel sizes. There is no pipeline, tensor or context
+parallelism here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_batching.data import Batch, ShardedMiniBatch, collate
-from megatron_batching.engine.checks import choose_objective
+from megatron_batching.engine.checks import choose_objective, require_types
 from megatron_batching.engine.contract import AnyMiniBatch, Engine
 from megatron_batching.engine.report import StepReport
+from megatron_batching.engine.step_checks import (
+    agree_on_step,
+    check_plan,
+    require_mini_batch,
+    require_plan,
+    sample_limits,
+)
 from megatron_batching.engine.step_loss import StepLoss
 from megatron_batching.loss import (
     Aggregation,
@@ -38,7 +47,7 @@ from megatron_batching.loss import (
     Objective,
     as_aggregation,
 )
-from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
+from megatron_batching.megatron.config import ModelConfig, OptimizerSettings, aligned_batching
 from megatron_batching.megatron.model import PipelineModel, build_model
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan, plan_mini_batch
@@ -73,6 +82,7 @@ class FSDPEngine(Engine):
         aggregation: Aggregation | str = "token-mean",
         model_type: str = "language_model",
     ) -> None:
+        require_types(model=model, placement=placement, batching=batching)
         layout = placement.layout
         if layout != Layout(dp=layout.dp):
             raise ValueError(
@@ -110,6 +120,7 @@ class FSDPEngine(Engine):
             uses_transformer_engine=built.uses_transformer_engine,
         )
         self._gradients_used = False
+        self.batching = aligned_batching(self.batching, built.placement.layout, vars(built.config))
         settings = self._settings
         vectors = [p for p in gpt.parameters() if p.dim() < 2]
         matrices = [p for p in gpt.parameters() if p.dim() >= 2]
@@ -127,7 +138,11 @@ class FSDPEngine(Engine):
 
     def plan(self, mini_batch: AnyMiniBatch) -> MicroBatchPlan:
         """Cut a global mini-batch; the same on every rank."""
-        return plan_mini_batch(mini_batch.lengths, self.placement.layout, self.batching)
+        require_mini_batch(mini_batch)
+        owners = mini_batch.owners if isinstance(mini_batch, ShardedMiniBatch) else None
+        return plan_mini_batch(
+            mini_batch.lengths, self.placement.layout, self.batching, owners=owners
+        )
 
     def train_batch(
         self, mini_batch: AnyMiniBatch, *, plan: MicroBatchPlan | None = None
@@ -142,7 +157,7 @@ class FSDPEngine(Engine):
         self, mini_batch: AnyMiniBatch, *, plan: MicroBatchPlan | None = None
     ) -> StepReport:
         start = time.perf_counter()
-        plan = plan or self.plan(mini_batch)
+        plan = self._agreed(mini_batch, plan, forward_only=False)
         if self._gradients_used:
             self.optimizer_zero_grad()
         loss = self._step_loss(mini_batch)
@@ -169,7 +184,7 @@ class FSDPEngine(Engine):
         self, mini_batch: AnyMiniBatch, *, plan: MicroBatchPlan | None = None
     ) -> dict[int, torch.Tensor]:
         """Log-probability (or value) of every token of the samples that this rank ran, [n] each."""
-        plan = plan or self.plan(mini_batch)
+        plan = self._agreed(mini_batch, plan, forward_only=True)
         collected: list[list[torch.Tensor]] = []
         loss = self._step_loss(mini_batch, collect=lambda pieces, _: collected.append(pieces))
         with torch.no_grad():
@@ -244,6 +259,30 @@ class FSDPEngine(Engine):
         for name, parameter in self.module.named_parameters():
             yield name, _whole(parameter.grad)
 
+    def _agreed(
+        self, mini_batch: AnyMiniBatch, given: MicroBatchPlan | None, *, forward_only: bool
+    ) -> MicroBatchPlan:
+        """The plan, once all ranks have found that they are about to run the same step."""
+        own = self.placement.layout
+
+        def choose_plan() -> MicroBatchPlan:
+            if given is None:
+                return self.plan(mini_batch)
+            require_plan(given)
+            # Pipeline and tensor-parallel sizes change nothing here.
+            layout = replace(given.layout, dp=own.dp, cp=own.cp)
+            check_plan(given, mini_batch, layout=layout, allowed=[self.batching])
+            return given
+
+        return agree_on_step(
+            mini_batch,
+            choose_plan=choose_plan,
+            fields=() if forward_only else self.objective.fields,
+            limits=sample_limits(self.model),
+            kind=f"forward_only={forward_only}, objective={self.objective}",
+            device=self.placement.device,
+        )
+
     def _gradient_norm(self) -> torch.Tensor:
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
@@ -268,11 +307,6 @@ class FSDPEngine(Engine):
         self, mini_batch: AnyMiniBatch, plan: MicroBatchPlan, loss: StepLoss
     ) -> Iterator[Batch]:
         """This rank's micro-batches, and dummies up to the largest count of any rank."""
-        if plan.layout.dp != self.placement.layout.dp:
-            raise ValueError(
-                f"the plan has dp={plan.layout.dp}, but {self.placement.layout.dp} ranks shard the "
-                "weights; plan for as many replicas"
-            )
         if isinstance(mini_batch, ShardedMiniBatch):
             mini_batch = mini_batch.moved(plan)
         micro_batches = plan.replicas[self.placement.dp_rank].micro_batches
@@ -285,7 +319,7 @@ class FSDPEngine(Engine):
                 align=plan.alignment,
                 device=self.placement.device,
                 sequence_weights=[weights[n] for n in samples],
-                fields=loss.objective.fields,
+                fields=loss.fields,
             )
 
 

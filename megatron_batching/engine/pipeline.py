@@ -24,10 +24,12 @@ from megatron_batching.data.buckets import bucket_widths_of
 from megatron_batching.engine.checks import (
     check_model,
     choose_objective,
+    require_types,
 )
 from megatron_batching.engine.contract import AnyMiniBatch, Engine
 from megatron_batching.engine.report import StepReport, TokenOutputs
 from megatron_batching.engine.step import Collect, StepSettings, prepare_step, slowest
+from megatron_batching.engine.step_checks import check_plan, require_mini_batch
 from megatron_batching.loss import (
     Aggregation,
     CrossEntropy,
@@ -38,7 +40,7 @@ from megatron_batching.megatron.accumulation import Accumulation
 from megatron_batching.megatron.agreement import require_agreement
 from megatron_batching.megatron.auxiliary import prepare_routers
 from megatron_batching.megatron.checkpoint import load_checkpoint, save_checkpoint
-from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
+from megatron_batching.megatron.config import ModelConfig, OptimizerSettings, aligned_batching
 from megatron_batching.megatron.export import whole_parameters
 from megatron_batching.megatron.model import PipelineModel, build_model
 from megatron_batching.megatron.optimizer import (
@@ -60,7 +62,8 @@ class PipelineEngine(Engine):
     Args:
         model: shape and numerics of the GPT, or the chunks themselves.
         placement: where this process stands, from `megatron_batching.megatron.initialize`.
-        batching: how mini-batches are cut.
+        batching: how mini-batches are cut; `align` is raised to what the model's rows need, see
+            `aligned_batching`.
         infer_batching: how they are cut for passes without backward, which hold less memory;
             as for training if not given.
         optimizer: Adam's settings.
@@ -95,12 +98,14 @@ class PipelineEngine(Engine):
         expert_shares: str = "micro_batch",
         model_type: str = "language_model",
     ) -> None:
+        require_types(model=model, placement=placement, batching=batching)
+        require_types(infer_batching=infer_batching or batching)
         self.placement = placement
         self.batching = batching
         self.planned_shapes = planned_shapes
         self._failure: Exception | None = None
         self.check_shapes = check_shapes
-        self.bucket_widths = bucket_widths_of(batching, placement.layout, shape_buckets)
+        self._shape_buckets = shape_buckets
         self.infer_batching = infer_batching or batching
         self.objective: Objective = choose_objective(model_type, objective)
         self.aggregation = as_aggregation(aggregation)
@@ -126,6 +131,11 @@ class PipelineEngine(Engine):
         self.lr_schedule = build_lr_schedule(self._settings, self.optimizer)
         if has_loss_scale(self.optimizer) and model.config.grad_scale_func is None:
             model.config.grad_scale_func = self.optimizer.scale_loss
+        self.batching = self._aligned(self.batching)
+        self.infer_batching = self._aligned(self.infer_batching)
+        self.bucket_widths = bucket_widths_of(
+            self.batching, self.placement.layout, self._shape_buckets
+        )
         check_model(model, self.batching, self.objective, self.expert_shares)
         given = self._given_model
         require_agreement(
@@ -147,6 +157,7 @@ class PipelineEngine(Engine):
 
     def plan(self, mini_batch: AnyMiniBatch, *, forward_only: bool = False) -> MicroBatchPlan:
         """Cut a global mini-batch; the same on every rank."""
+        require_mini_batch(mini_batch)
         options = self.batching
         if forward_only:
             options = dataclasses.replace(self.infer_batching, forward_only=True)
@@ -162,7 +173,7 @@ class PipelineEngine(Engine):
         """
         start = time.perf_counter()
         self.optimizer_zero_grad()
-        report = self._run(mini_batch, plan or self.plan(mini_batch), forward_only=False)
+        report = self._run(mini_batch, plan, forward_only=False)
         grad_norm = self.optimizer_step()
         if not self.step_was_skipped:
             self.lr_scheduler_step()
@@ -192,7 +203,7 @@ class PipelineEngine(Engine):
         """
         report = self._run(
             mini_batch,
-            plan or self.plan(mini_batch),
+            plan,
             forward_only=False,
             planned_shapes=planned_shapes,
         )
@@ -291,7 +302,6 @@ class PipelineEngine(Engine):
         self, mini_batch: AnyMiniBatch, plan: MicroBatchPlan | None, objective: Objective
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """What the model gives for each sample (log-probabilities or values), and entropies."""
-        plan = plan or self.plan(mini_batch, forward_only=True)
         outputs: list[list[Tensor]] = []
         entropies: list[list[Tensor]] = []
 
@@ -299,7 +309,9 @@ class PipelineEngine(Engine):
             outputs.append(outputs_of)
             entropies.append(entropies_of or [])
 
-        self._run(mini_batch, plan, forward_only=True, objective=objective, collect=collect)
+        plan = self._run(
+            mini_batch, plan, forward_only=True, objective=objective, collect=collect
+        ).plan
         if not self.placement.is_last_stage:
             return {}, {}
         self._join_context_parallel([*outputs, *entropies])
@@ -318,6 +330,20 @@ class PipelineEngine(Engine):
             return found, {}
         return found, at_home(restore_order(samples, entropies))
 
+    @contextlib.contextmanager
+    def batched_by(self, options: BatchingOptions) -> Iterator[None]:
+        """Take plans of other options than the engine's, to compare ways of cutting."""
+        before = self.batching
+        self.batching = self._aligned(options)
+        check_model(self.model, self.batching, self.objective, self.expert_shares)
+        try:
+            yield
+        finally:
+            self.batching = before
+
+    def _aligned(self, options: BatchingOptions) -> BatchingOptions:
+        return aligned_batching(options, self.placement.layout, vars(self.model.config))
+
     @property
     def step_settings(self) -> StepSettings:
         """What is the same for all steps."""
@@ -332,7 +358,7 @@ class PipelineEngine(Engine):
     def _run(
         self,
         mini_batch: AnyMiniBatch,
-        plan: MicroBatchPlan,
+        given: MicroBatchPlan | None,
         *,
         forward_only: bool,
         planned_shapes: bool | None = None,
@@ -344,10 +370,19 @@ class PipelineEngine(Engine):
                 f"an earlier step ended midway ({self._failure}), and its messages may still be "
                 "under way: start the processes anew and go on from the last checkpoint"
             )
+
+        def choose_plan() -> MicroBatchPlan:
+            if given is None:
+                return self.plan(mini_batch, forward_only=forward_only)
+            # What holds in training holds without a backward pass, too.
+            allowed = [*([self.infer_batching] if forward_only else []), self.batching]
+            check_plan(given, mini_batch, layout=self.placement.layout, allowed=allowed)
+            return given
+
         prepared = prepare_step(
             self.step_settings,
             mini_batch,
-            plan,
+            choose_plan,
             objective=objective or self.objective,
             forward_only=forward_only,
             planned_shapes=self.planned_shapes if planned_shapes is None else planned_shapes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from megatron_batching.data import Batch, ShardedMiniBatch, collate
 from megatron_batching.data.buckets import bucketed_shapes
-from megatron_batching.engine.checks import check_fields, check_same_step
 from megatron_batching.engine.contract import AnyMiniBatch
 from megatron_batching.engine.report import StepReport
 from megatron_batching.engine.run import run_replica
+from megatron_batching.engine.step_checks import agree_on_step, sample_limits
 from megatron_batching.engine.step_loss import StepLoss
 from megatron_batching.loss import Aggregation, LossScaling, Metrics, Objective, check_regime
 from megatron_batching.megatron.auxiliary import RouterShares
@@ -122,7 +122,7 @@ class PreparedStep:
                 align=self.plan.alignment,
                 device=placement.device,
                 sequence_weights=[weights[j] for j in samples],
-                fields=self.loss.objective.fields,
+                fields=self.loss.fields,
                 width=widths[i],
             )
             if layout.cp == 1:
@@ -160,7 +160,7 @@ class PreparedStep:
 def prepare_step(
     settings: StepSettings,
     mini_batch: AnyMiniBatch,
-    plan: MicroBatchPlan,
+    choose_plan: Callable[[], MicroBatchPlan],
     *,
     objective: Objective,
     forward_only: bool,
@@ -172,20 +172,24 @@ def prepare_step(
     Args:
         settings: the engine's.
         mini_batch: the samples, over all replicas, or this replica's shard of them.
-        plan: how to cut them.
+        choose_plan: how to cut them; raises ValueError where it cannot say.
         objective: per-token loss.
         forward_only: leave the backward passes out.
         planned_shapes: take pipeline shapes from the plan.
         collect: receives what the model gives of each micro-batch, instead of a loss.
 
     Raises:
-        ValueError: a sample lacks what the loss needs, or ranks differ; on every rank.
+        ValueError: samples or plan are wrong, or ranks differ; on every rank alike.
     """
-    held = mini_batch.samples
-    check_fields(held if isinstance(held, Mapping) else dict(enumerate(held)), objective.fields)
     begin_step()
-    kind = f"forward_only={forward_only}, objective={objective}"
-    check_same_step(plan, mini_batch.counts(), kind, settings.model.placement.device)
+    plan = agree_on_step(
+        mini_batch,
+        choose_plan=choose_plan,
+        fields=() if collect is not None else objective.fields,
+        limits=sample_limits(settings.model),
+        kind=f"forward_only={forward_only}, objective={objective}",
+        device=settings.model.placement.device,
+    )
     if isinstance(mini_batch, ShardedMiniBatch):
         mini_batch = mini_batch.moved(plan)
     return PreparedStep(

@@ -60,6 +60,11 @@ class StepLoss:
     collect: Callable[[list[Tensor], list[Tensor] | None], None] | None = None
 
     @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the samples' fields that are read; none where no loss is computed."""
+        return () if self.collect is not None else self.objective.fields
+
+    @property
     def kinds(self) -> dict[str, str]:
         """Name -> kind of every metric; the loss itself comes first."""
         return {"loss": "loss", **self.objective.metrics}

@@ -22,22 +22,35 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _BITS = 62  # a digest and its negative both fit an int64
 
 
-def require_agreement(values: Mapping[str, Any], device: torch.device) -> None:
+def require_agreement(
+    values: Mapping[str, Any], device: torch.device, *, problem: str | None = None
+) -> None:
     """Raise the same ValueError on all ranks unless each value is the same on all of them.
 
     Args:
         values: by name, the same names on every rank; bytes, or what `repr` shows in full.
         device: where the process group's tensors live.
+        problem: what this rank cannot go on for, if anything: all ranks then raise it. It costs
+            nothing that the comparison does not cost already.
 
     Raises:
-        ValueError: names the first value that differs, and two ranks with what they have.
+        ValueError: the problem of the first rank that has one; or names the first value that
+            differs, and two ranks with what they have.
     """
     if dist.get_world_size() == 1:
+        if problem is not None:
+            raise ValueError(problem)
         return
     digests = [_digest(value) for value in values.values()]
-    extremes = torch.tensor([[d, -d] for d in digests], dtype=torch.int64, device=device)
+    rows = [[int(problem is not None), 0], *([d, -d] for d in digests)]
+    extremes = torch.tensor(rows, dtype=torch.int64, device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    for (name, value), (most, least) in zip(values.items(), extremes.tolist(), strict=True):
+    (has_problem, _), *found = extremes.tolist()
+    if has_problem:
+        problems: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        raise ValueError(next(p for p in problems if p is not None))
+    for (name, value), (most, least) in zip(values.items(), found, strict=True):
         if most == -least:
             continue
         everyone: list[Any] = [None] * dist.get_world_size()

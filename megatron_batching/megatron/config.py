@@ -5,12 +5,14 @@ Plain values and no heavy import, so that a wrong one is reported before anythin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from math import lcm
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_batching.megatron.environment import LaunchEnvironment
-from megatron_batching.plan import Layout
+from megatron_batching.plan import BatchingOptions, Layout
 from megatron_batching.plan.stages import Stage, pipeline_stages
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -147,6 +149,36 @@ def stages_of(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
     return pipeline_stages(
         SimpleNamespace(**{"num_layers": model.num_layers, **model.transformer}), layout
     )
+
+
+def aligned_batching(
+    batching: BatchingOptions, layout: Layout, transformer: Mapping[str, Any]
+) -> BatchingOptions:
+    """The options with `align` raised to what the model's rows need.
+
+    Sequence parallelism cuts each context-parallel rank's share of a row into tp equal pieces;
+    low-precision matrix products take multiples of 16 tokens in fp8, 32 in mxfp8 and 128 in fp4
+    (`get_fp8_align_size`, `get_fp4_align_size` of Megatron-Core 0.16.1 and 0.19.2).
+
+    Args:
+        batching: as the user gave them.
+        layout: sizes of the run.
+        transformer: fields of TransformerConfig by name; those that are missing are off.
+
+    >>> options = BatchingOptions(micro_batch_size=1, align=3)
+    >>> aligned_batching(options, Layout(tp=4, cp=2), {"sequence_parallel": True}).align
+    24
+    """
+    multiple = 1
+    if transformer.get("fp8"):
+        multiple = 32 if transformer.get("fp8_recipe") == "mxfp8" else 16
+    elif transformer.get("fp4"):
+        multiple = 128
+    if transformer.get("sequence_parallel"):
+        multiple *= layout.tp
+    if multiple == 1:
+        return batching
+    return replace(batching, align=lcm(batching.align, multiple * layout.cp))
 
 
 def world_size_from_environment() -> int:

@@ -10,13 +10,15 @@ Legend: K samples (rows), I items.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 
 from megatron_batching.plan.layout import MOST, Layout
 from megatron_batching.plan.options import BatchingOptions
+from megatron_batching.schedules.files import one_line, shortened
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,12 +59,28 @@ def contiguous_owners(num_samples: int, dp: int) -> tuple[int, ...]:
 
 
 def check_lengths(lengths: Sequence[int]) -> np.ndarray:
-    """Lengths as an int64 array [K]; ValueError names the first that is no length."""
-    values = np.asarray(lengths)
-    if values.ndim != 1 or not len(values):
+    """Lengths as an int64 array [K]; ValueError says what they are instead, or names the first
+    that is no length."""
+    if (
+        lengths is None
+        or isinstance(lengths, str | bytes | Mapping)
+        or not hasattr(lengths, "__len__")
+    ):
+        remedy = "read_lengths reads them from a file" if isinstance(lengths, str) else _REMEDY
+        raise ValueError(f"lengths={shortened(lengths)} must be a list of whole numbers: {remedy}")
+    try:
+        values = np.asarray(lengths)
+        if values.dtype == object:
+            values = np.asarray(values.tolist())  # of a type of its own if its entries have one
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"lengths make no array ({one_line(error)}): {_REMEDY}") from None
+    if values.ndim != 1:
+        shape = "x".join(map(str, values.shape)) or "no list"
+        raise ValueError(f"lengths is {shape}, not one-dimensional: {_REMEDY}")
+    if not len(values):
         raise ValueError("lengths is empty: a mini-batch needs at least one sample")
     if not np.issubdtype(values.dtype, np.integer):
-        raise ValueError(f"lengths must be whole numbers of tokens, not {values.dtype} values")
+        _refuse_entries(values.tolist())
     wrong = np.flatnonzero(values < 1)
     if len(wrong):
         row = int(wrong[0])
@@ -71,6 +89,23 @@ def check_lengths(lengths: Sequence[int]) -> np.ndarray:
         row = int(values.argmax())
         raise ValueError(f"sample {row} has length {values[row]}: no sample has over 2^40 tokens")
     return values.astype(np.int64)
+
+
+_REMEDY = "give one number of tokens for each sample"
+
+
+def _refuse_entries(values: list[Any]) -> NoReturn:
+    """Name the first entry that is no whole number, in an array that holds at least one."""
+    for row, value in enumerate(values):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(
+                f"sample {row} has length {shortened(value)}: a length is a whole number "
+                f"of tokens, not {type(value).__name__}"
+            )
+    row = max(range(len(values)), key=lambda i: abs(values[i]))
+    raise ValueError(
+        f"sample {row} has length {shortened(values[row])}: no sample has over 2^40 tokens"
+    )
 
 
 def gather_items(

@@ -175,7 +175,7 @@ def measure_overhead(options: argparse.Namespace) -> dict[str, Any]:
     step = prepare_step(
         engine.step_settings,
         mini_batch,
-        plan,
+        lambda: plan,
         objective=engine.objective,
         forward_only=False,
         planned_shapes=True,
