@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import multiprocessing
 import os
 import queue
@@ -21,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -42,14 +43,19 @@ class Scenario:
         codes: exit code of each rank.
         said: what each rank must have said; empty for nothing of note.
         tracebacks: how many each rank may print.
-        timeout_s: of `initialize`.
     """
 
     act: Callable[[int], None]
     codes: tuple[int, ...]
     said: tuple[str, ...]
     tracebacks: tuple[int, ...]
-    timeout_s: float = 60.0
+
+
+class Ending(NamedTuple):
+    """What is wrong with a run, empty for nothing, and seconds from its start to its end."""
+
+    wrong: str
+    seconds: float
 
 
 def start(rank: int, timeout_s: float = 60.0) -> None:
@@ -296,40 +302,50 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def run(names: Iterable[str], folder: Path, limit_s: float = 100.0) -> dict[str, str]:
-    """Run scenarios at once; what is wrong with each, empty for nothing."""
+def run(names: Iterable[str], folder: Path, limit_s: float = 100.0) -> dict[str, Ending]:
+    """Run scenarios at once."""
     context = multiprocessing.get_context("fork")
     ranks: dict[str, list[Any]] = {}
     for name in names:
-        port, home = free_port(), folder / re.sub(r"\W+", "-", name)
+        port, home = free_port(), _home(folder, name)
         home.mkdir(parents=True)
         ranks[name] = []
         for rank in range(len(SCENARIOS[name].codes)):
             process = context.Process(target=_rank, args=(name, rank, port, home))
             process.start()
             ranks[name].append(process)
-    wrong = {}
+    ends: dict[str, float] = {}
     begun = time.time()
+    while len(ends) < len(ranks) and time.time() - begun < limit_s:
+        time.sleep(0.05)
+        for name, processes in ranks.items():
+            if name not in ends and all(p.exitcode is not None for p in processes):
+                ends[name] = time.time()
+    endings = {}
     for name, processes in ranks.items():
-        hung = []
-        for rank, process in enumerate(processes):
-            process.join(max(0.0, begun + limit_s - time.time()))
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-                hung.append(rank)
-        home = folder / re.sub(r"\W+", "-", name)
-        codes = tuple(process.exitcode for process in processes)
-        wrong[name] = f"ranks {hung} hung" if hung else _verdict(SCENARIOS[name], codes, home)
-        if wrong[name]:
+        for process in processes:
+            process.kill()  # nothing where it has ended
+            process.join()
+        home = _home(folder, name)
+        started = home / "started"
+        seconds = 0.0
+        if started.exists():
+            seconds = ends.get(name, math.inf) - started.stat().st_mtime
+        wrong = _verdict(SCENARIOS[name], [p.exitcode for p in processes], seconds, home)
+        if wrong:
             logs = [(home / f"log{rank}").read_text() for rank in range(len(processes))]
-            wrong[name] += "\n" + "\n--\n".join(logs)
-    return wrong
+            wrong += "\n" + "\n--\n".join(logs)
+        endings[name] = Ending(wrong, seconds)
+    return endings
 
 
-def _verdict(scenario: Scenario, codes: tuple[Any, ...], home: Path) -> str:
-    if codes != scenario.codes:
-        return f"exit codes {codes}, not {scenario.codes}"
+def _home(folder: Path, name: str) -> Path:
+    return folder / re.sub(r"\W+", "-", name)
+
+
+def _verdict(scenario: Scenario, codes: list[Any], seconds: float, home: Path) -> str:
+    if tuple(codes) != scenario.codes:
+        return f"exit codes {codes}, not {scenario.codes}, after {seconds:.1f} s"
     for rank, (words, most) in enumerate(zip(scenario.said, scenario.tracebacks, strict=True)):
         said = (home / f"log{rank}").read_text()
         errors = [line for line in said.splitlines() if line.startswith("error: ")]
@@ -341,11 +357,7 @@ def _verdict(scenario: Scenario, codes: tuple[Any, ...], home: Path) -> str:
             return f"rank {rank} names several causes"
         if said.count("Traceback (most") != most or (not most and "Connection closed" in said):
             return f"rank {rank} does not print {most} tracebacks"
-    ends = [(home / f"log{rank}").stat().st_mtime for rank in range(len(codes))]
-    started = home / "started"
-    if started.exists() and max(ends) - started.stat().st_mtime > LIMIT_S:
-        return f"ended after {max(ends) - started.stat().st_mtime:.1f} s"
-    return ""
+    return f"ended after {seconds:.1f} s" if seconds > LIMIT_S else ""
 
 
 def _rank(name: str, rank: int, port: str, home: Path) -> None:
@@ -356,10 +368,10 @@ def _rank(name: str, rank: int, port: str, home: Path) -> None:
 
 def main() -> None:
     names = sys.argv[1:] or list(SCENARIOS)
-    wrong = run(names, Path(tempfile.mkdtemp(prefix="endings-")))
-    for name in names:
-        print(f"{name}: {wrong[name] or 'right'}")
-    sys.exit(any(wrong.values()))
+    endings = run(names, Path(tempfile.mkdtemp(prefix="endings-")))
+    for name, ending in endings.items():
+        print(f"{name:<26} {ending.seconds:5.1f} s  {ending.wrong or 'right'}")
+    sys.exit(any(ending.wrong for ending in endings.values()))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -37,10 +38,13 @@ from typing import Any
 
 WORLD_SIZE = 4
 LIMIT_S = 30.0
+STUCK_LIMIT_S = 15.0
 LENGTHS = (40, 3, 17, 64, 9, 22, 5, 31)
 FAULTS: dict[str, tuple[str, str]] = {
     "killed": ("rank 2 gets SIGKILL in a forward", r"rank 2 is lost|SIGKILL|Signal 9"),
     "loss error": ("the loss function raises on rank 3", r"rank 3 .*no such advantage"),
+    "finally": ("the same, with shut_down in a finally clause", r"rank 3 .*no such advantage"),
+    "stuck": ("the loss function of rank 3 does not return", r"rank \d stopped .*Timed out"),
     "nan": ("NaN in a gradient of rank 1", r"gradients are not finite.*NaN"),
     "inf": ("inf in a gradient of rank 1", r"gradients are not finite"),
     "data ends": ("rank 1 has one mini-batch less", r"rank 1 ended after 1 steps"),
@@ -79,7 +83,8 @@ def worker(fault: str, folder: Path) -> None:
         return False
 
     layout = Layout(pp=4) if hit(3, "layout") else Layout(pp=2, dp=2)
-    placement = initialize(layout, device="cpu", seed=SEED)
+    limit_s = STUCK_LIMIT_S if fault == "stuck" else 600.0
+    placement = initialize(layout, device="cpu", seed=SEED, timeout_s=limit_s)
     cap = 80 if hit(2, "config") else 96
     engine = PipelineEngine(
         model=MODEL,
@@ -120,10 +125,12 @@ def worker(fault: str, folder: Path) -> None:
     if fault in ("nan", "inf") and rank == 1:
         strike()
         next(iter(chunk.parameters())).register_hook(lambda grad: grad * float(fault))
-    if fault == "loss error" and rank == 3:
+    if fault in ("loss error", "finally", "stuck") and rank == 3:
 
         def fail(*_: Any) -> None:
             strike()
+            if fault == "stuck":
+                time.sleep(300)
             raise RuntimeError("no such advantage")
 
         object.__setattr__(engine, "objective", _Failing(fail))
@@ -132,8 +139,11 @@ def worker(fault: str, folder: Path) -> None:
         MicroBatchFeed.iterators = lambda feed: [  # type: ignore[method-assign]
             itertools.islice(i, 0) for i in whole(feed)
         ]
-    if not hit(1, "data ends"):
-        train(2, (41, *LENGTHS[1:]) if hit(1, "lengths") else LENGTHS)
+    with contextlib.ExitStack() as stack:
+        if fault == "finally":
+            stack.callback(shut_down)
+        if not hit(1, "data ends"):
+            train(2, (41, *LENGTHS[1:]) if hit(1, "lengths") else LENGTHS)
     shut_down()
 
 

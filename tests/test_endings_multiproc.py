@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ending_runs import SCENARIOS, check_nothing_is_left, run
+from ending_runs import SCENARIOS, Ending, check_nothing_is_left, run
 from fault_runs import in_fork
 from megatron_batching.megatron.parallel import initialize, shut_down
 from megatron_batching.plan import Layout
@@ -37,13 +37,13 @@ assert child.exitcode == 1
 
 
 @pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ending]:
     return run(SCENARIOS, tmp_path_factory.mktemp("endings"))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_run_ends_as_it_should(wrong: dict[str, str], name: str) -> None:
-    assert not wrong[name], wrong[name]
+def test_a_run_ends_as_it_should(endings: dict[str, Ending], name: str) -> None:
+    assert not endings[name].wrong, endings[name].wrong
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ needed: neither a long wait nor a thread's death is a fault by itself.
 from __future__ import annotations
 
 import concurrent.futures._base
+import contextlib
 import os
 import queue
 import sys
@@ -17,8 +18,11 @@ import time
 from collections.abc import Iterable, Iterator
 from types import FrameType
 
+from megatron_batching.megatron import cpu
+
 STUCK_AFTER_S = 12.0
 _WAITING = {threading.__file__, queue.__file__, concurrent.futures._base.__file__}
+_IN_BETWEEN = {*_WAITING, contextlib.__file__, cpu.__file__}
 _LIBRARIES = os.sep + os.path.join("site-packages", "torch") + os.sep
 
 
@@ -68,7 +72,7 @@ class ThreadDeaths:
 
 
 def place(frames: Iterable[FrameType]) -> str:
-    """File, line and function of the innermost frame that is neither torch's nor a wait's.
+    """File, line and function of the innermost frame that tells a reader where the program is.
 
     Args:
         frames: innermost first.
@@ -77,7 +81,7 @@ def place(frames: Iterable[FrameType]) -> str:
     for frame in frames:
         code = frame.f_code
         shown = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
-        if code.co_filename not in _WAITING and _LIBRARIES not in code.co_filename:
+        if code.co_filename not in _IN_BETWEEN and _LIBRARIES not in code.co_filename:
             break
     return shown
 
