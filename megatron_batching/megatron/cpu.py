@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 from torch.overrides import TorchFunctionMode
 
@@ -86,7 +87,7 @@ class _SharedGloo(ProcessGroupGloo):
 
     def __init__(
         self,
-        store: torch.distributed.Store,
+        store: dist.Store,
         rank: int,
         size: int,
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
@@ -95,6 +96,41 @@ class _SharedGloo(ProcessGroupGloo):
         options._devices = [_gloo_device()]
         options._timeout = timeout
         super().__init__(store, rank, size, options)
+
+
+def _all_gather(
+    outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """`torch.distributed.all_gather`, of which gloo's own serves equal sizes only."""
+    if len({x.shape for x in outputs}) == 1:
+        return dist.distributed_c10d.all_gather(outputs, tensor, group, async_op)
+    assert not async_op
+    sizes = [len(x) for x in outputs]
+    whole = tensor.new_empty(sum(sizes), *tensor.shape[1:])
+    copies = torch.cat([tensor] * len(sizes))
+    dist.all_to_all_single(whole, copies, sizes, [len(tensor)] * len(sizes), group=group)
+    for output, part in zip(outputs, whole.split(sizes), strict=True):
+        output.copy_(part)
+    return None
+
+
+def _reduce_scatter(
+    output: torch.Tensor,
+    inputs: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """`torch.distributed.reduce_scatter`, likewise."""
+    if len({x.shape for x in inputs}) == 1:
+        return dist.distributed_c10d.reduce_scatter(output, inputs, op, group, async_op)
+    assert op == dist.ReduceOp.SUM and not async_op
+    sizes = [len(x) for x in inputs]
+    parts = output.new_empty(len(inputs), *output.shape)
+    received = [len(output)] * len(sizes)
+    dist.all_to_all_single(parts.flatten(0, 1), torch.cat(inputs), received, sizes, group=group)
+    output.copy_(parts.sum(0))
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +207,15 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         name="ProcessGroupGloo",
         replacement=_SharedGloo,
         why="each of Megatron's groups would keep a polling thread of its own",
+    ),
+    *(
+        Substitution(
+            module="torch.distributed",
+            name=name,
+            replacement=replacement,
+            why="tensor-parallel ranks of an expert hold different numbers of tokens",
+        )
+        for name, replacement in (("all_gather", _all_gather), ("reduce_scatter", _reduce_scatter))
     ),
     *(
         Substitution(
