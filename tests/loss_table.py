@@ -70,7 +70,7 @@ BEGIN, END = "<!-- loss table -->\n", "<!-- end of loss table -->\n"
 
 def world_size(layout: Mapping[str, int]) -> int:
     size = 1
-    for name in ("pp", "dp", "tp", "cp"):
+    for name in ("pp", "dp", "tp", "cp"):  # ep and etp lay out the same ranks anew
         size *= layout.get(name, 1)
     return size
 

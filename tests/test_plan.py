@@ -97,6 +97,94 @@ def test_search_is_never_worse_than_the_baseline(case):
     assert plan.predicted.step_time <= baseline.predicted.step_time * (1 + 1e-9)
 
 
+@QUICK
+@given(inputs())
+def test_replicas_that_meet_in_moe_layers_run_alike_and_wait_for_one_another(case):
+    lengths, layout, wanted, owners = case
+    try:
+        plan = plan_mini_batch(lengths, layout, wanted, owners=owners)
+    except ValueError:
+        return
+    model, linked = uniform_cost_model(layout), layout.linked_replicas
+    event(f"{linked} linked replicas")
+    slowest = 0.0
+    for first in range(0, layout.dp, linked):
+        block = range(first, first + linked)
+        assert len({plan.replicas[rank].num_micro_batches for rank in block}) == 1
+        assert len({plan.schedule(rank) for rank in block}) == 1
+        together = {plan.simulate(rank, model).step_time for rank in block}
+        assert len(together) == 1
+        alone = replace(plan, layout=replace(layout, ep=1, etp=None))
+        assert max(alone.simulate(rank, model).step_time for rank in block) <= max(together)
+        slowest = max(slowest, *together)
+    assert plan.predicted.step_time == pytest.approx(slowest)
+    assert plan.step_time(model) == pytest.approx(slowest)
+
+
+def test_a_plan_with_other_counts_on_linked_replicas_is_refused():
+    """The rule is kept for the layout that a plan is checked with, not the one it was made for."""
+    lengths, wanted = [10] * 4 + [2, 2], capped(10, balance="none")
+    owners = [0, 0, 0, 0, 1, 1]
+    plan = plan_mini_batch(lengths, Layout(dp=2), wanted, owners=owners)
+    assert counts(plan) == [4, 1]
+    plan.validate()
+    with pytest.raises(ValueError, match=r"dp ranks 0 to 1 meet .* \[4, 1\] micro-batches"):
+        replace(plan, layout=Layout(dp=2, ep=2)).validate()
+    assert counts(plan_mini_batch(lengths, Layout(dp=2, ep=2), wanted, owners=owners)) == [4, 4]
+    # Four replicas linked in pairs: only within a pair do counts agree.
+    owners = [0, 0, 0, 0, 1, 2]
+    plan = plan_mini_batch(lengths, Layout(dp=4, ep=2), wanted, owners=owners)
+    assert counts(plan) == [4, 4, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "linked"),
+    [
+        ({"dp": 4}, 1),
+        ({"dp": 4, "ep": 2}, 2),
+        ({"dp": 4, "tp": 2, "ep": 2}, 2),
+        ({"dp": 4, "tp": 2, "ep": 2, "etp": 1}, 1),
+        ({"dp": 4, "cp": 2, "tp": 2, "ep": 2}, 1),
+        ({"dp": 2, "etp": 2}, 2),
+        ({"dp": 2, "cp": 3, "tp": 2, "ep": 2}, 2),  # groups of 4 ranks over replicas of 6
+        ({"dp": 4, "ep": 4, "pp": 2}, 4),
+    ],
+)
+def test_replicas_linked_by_expert_groups_are_those_of_megatrons_ranks(sizes, linked):
+    """Counted from the ranks: those of one stage, tp fastest, cut into runs of ep x etp."""
+    layout = Layout(**sizes)
+    assert layout.linked_replicas == linked
+    replica, run = layout.tp * layout.cp, layout.ep * layout.expert_tp
+    meets = [
+        {rank // run for rank in range(r * replica, (r + 1) * replica)} for r in range(layout.dp)
+    ]
+    for one in range(layout.dp):
+        for two in range(layout.dp):
+            if meets[one] & meets[two]:
+                assert one // linked == two // linked
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"dp": 2, "ep": 3}, "ep=3 x etp=1 \\(that of tp\\) = 3 does not divide dp x cp x tp = 2"),
+        ({"dp": 2, "tp": 2, "ep": 4, "etp": 2}, "= 8 does not divide"),
+        ({"ep": 0}, "ep=0 must be a whole number of at least 1"),
+        ({"etp": 0}, "etp=0 must be a whole number of at least 1"),
+    ],
+)
+def test_expert_ranks_that_do_not_fill_a_stage_are_refused(sizes, words):
+    with pytest.raises(ValueError, match=words):
+        Layout(**sizes)
+
+
+def test_plans_written_before_there_were_experts_are_read():
+    plan = plan_mini_batch([5, 3, 8, 1], Layout(dp=2), capped(8))
+    value = plan.to_json()
+    assert (value["layout"].pop("ep"), value["layout"].pop("etp")) == (1, None)
+    assert MicroBatchPlan.from_json(value) == plan
+
+
 @settings(QUICK, max_examples=30)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=24), st.randoms(), layouts())
 def test_order_of_samples_changes_little(lengths, random, layout):

@@ -51,7 +51,7 @@ class Layout:
     ep: int = 1
     """Expert-parallel ranks: each holds 1 / ep of the experts of an MoE layer."""
     etp: int | None = None
-    """Tensor-parallel ranks of an expert; None means tp."""
+    """Tensor-parallel ranks of an expert; None means tp, and tp is kept as None."""
     group: int | None = None
     """`microbatch_group_size_per_vp_stage`; None lets each plan choose."""
 
@@ -75,6 +75,8 @@ class Layout:
         """The rule of Megatron-Core's `initialize_model_parallel`, 0.16.1 and 0.19.2."""
         if self.etp is not None:
             check_positive("etp", self.etp)
+        if self.etp == self.tp:
+            object.__setattr__(self, "etp", None)
         ranks, experts = self.dp * self.cp * self.tp, self.ep * self.expert_tp
         if ranks % experts:
             raise ValueError(

@@ -24,6 +24,7 @@ from megatron_batching.plan.padding import batch_shape, padded_lengths
 from megatron_batching.plan.predict import (
     COMMUNICATION,
     Prediction,
+    linked_times,
     make_schedule,
     slowest_step_time,
 )
@@ -150,14 +151,17 @@ class MicroBatchPlan:
     def simulate(
         self, dp_rank: int, model: CostModel, communication: Communication = COMMUNICATION
     ) -> Simulation:
-        """One replica's step, op by op.
+        """One replica's step, op by op; each as long as on all replicas that it meets in them.
 
         Args:
             dp_rank: the replica.
             model: times of the ops, and the unit of time.
             communication: how ranks exchange tensors; by default as planning foretells it.
         """
-        forward, backward = model.times(self.features(dp_rank))
+        linked = self.layout.linked_replicas
+        first = dp_rank - dp_rank % linked
+        features = [self.features(rank) for rank in range(first, first + linked)]
+        [(forward, backward)] = linked_times(model, self.layout, features)
         return simulate(
             self.schedule(dp_rank),
             StageTimes(forward=forward, backward=backward),

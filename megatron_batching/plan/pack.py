@@ -102,9 +102,18 @@ class Packer:
             held = np.bincount(bins, self.weights[chosen], num_bins)
         return features, (held <= self.cap) | (np.bincount(bins, minlength=num_bins) <= 1)
 
-    def step_times(self, group: int | None, features: np.ndarray) -> np.ndarray:
-        """[C] simulated step time of candidates with features [C, M, 3], in execution order."""
-        return step_times(self.model, self.layout, group, features, forward_only=self.forward_only)
+    def step_times(
+        self, group: int | None, features: np.ndarray, beside: Sequence[np.ndarray] = ()
+    ) -> np.ndarray:
+        """[C] simulated step time of candidates, as `predict.step_times` has them."""
+        return step_times(
+            self.model,
+            self.layout,
+            group,
+            features,
+            forward_only=self.forward_only,
+            beside=beside,
+        )
 
     def loads(self, packing: Packing) -> np.ndarray:
         """[M] time of each micro-batch on all stages together."""

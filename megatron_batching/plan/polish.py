@@ -31,18 +31,33 @@ OP_SECONDS = 50e-9  # with so much for an op; 30 to 40 ns were measured on one 2
 
 
 class _Replica:
-    """A replica's plan while it changes."""
+    """A replica's plan while it changes, and those that it meets in MoE layers, itself included.
 
-    def __init__(self, candidate: Candidate) -> None:
+    These take the same time: each op of theirs waits for the longest.
+    """
+
+    def __init__(self, candidate: Candidate, block: list[_Replica]) -> None:
         packing = candidate.packing
         self.num_bins = len(packing)
         self.items = np.concatenate(packing)
         self.bins = np.repeat(np.arange(self.num_bins), [len(held) for held in packing])
         self.time = candidate.time
         self.fruitless = 0
+        self.block = block
+        block.append(self)
 
     def take(self, items: np.ndarray, bins: np.ndarray, time: float) -> None:
-        self.items, self.bins, self.time, self.fruitless = items, bins, time, 0
+        self.items, self.bins = items, bins
+        for replica in self.block:
+            replica.time, replica.fruitless = time, 0
+
+    def mates(self, packer: Packer, other: _Replica | None = None) -> list[np.ndarray]:
+        """[M, 3] features of the replicas that it meets, `other` left out."""
+        return [
+            packer.measure(r.items, r.bins, r.num_bins)[0]
+            for r in self.block
+            if r is not self and r is not other
+        ]
 
 
 def polish(
@@ -57,11 +72,15 @@ def polish(
     moves_between: items may change replicas. The counts and the group stay as they are.
     """
     rng = np.random.Generator(np.random.PCG64(SEED))
-    replicas = [_Replica(candidate) for candidate in candidates]
+    blocks: list[list[_Replica]] = [[] for _ in candidates]
+    linked = packer.layout.linked_replicas
+    replicas = [_Replica(c, blocks[rank // linked]) for rank, c in enumerate(candidates)]
     while budget > 0:
         # The step is as long as its slowest replica, so only that one's plan is worth changing. It
         # may hand work to any of the faster half; which one is drawn, so that all have their turn.
-        by_time = sorted(range(len(replicas)), key=lambda rank: (-replicas[rank].time, rank))
+        # Of replicas that meet in MoE layers, which are equally slow, each has its turn as well.
+        turn = [r.fruitless if linked > 1 else 0 for r in replicas]
+        by_time = sorted(range(len(replicas)), key=lambda i: (-replicas[i].time, turn[i], i))
         slowest = replicas[by_time[0]]
         if slowest.fruitless >= FRUITLESS_ROUNDS or not len(slowest.items):
             break
@@ -120,16 +139,24 @@ def _change(
     traded = able[able >= BATCH]
     # [2, C] step times of both replicas; infinite over the cap, 0 where the other's is unchanged
     times = np.stack([np.full(batch, np.inf), np.zeros(batch)])
-    times[0, able], times[1, traded] = _step_times(
-        packer, group, features[able, :middle], features[traded, middle:]
-    )
+    mine, others = features[:, :middle], features[:, middle:]
+    if len(slow.block) == 1:
+        times[0, able], times[1, traded] = _step_times(packer, group, mine[able], others[traded])
+    elif other in slow.block:
+        beside = [others[able], *slow.mates(packer, other)]
+        times[0, able] = packer.step_times(group, mine[able], beside)
+    else:
+        times[0, able] = packer.step_times(group, mine[able], slow.mates(packer))
+        if other is not None and len(traded):
+            times[1, traded] = packer.step_times(group, others[traded], other.mates(packer))
     best = int(np.argmin(times.max(axis=0)))
     if times[:, best].max() < slow.time * (1 - LEAST_GAIN):
         # An item belongs to the slow replica if it now lies in one of its bins, which come first.
-        mine = changed[best] < middle
-        slow.take(items[mine], changed[best, mine], float(times[0, best]))
+        is_own = changed[best] < middle
+        slow.take(items[is_own], changed[best, is_own], float(times[0, best]))
         if other is not None and best >= BATCH:
-            other.take(items[~mine], changed[best, ~mine] - middle, float(times[1, best]))
+            time = float(times[0 if other in slow.block else 1, best])
+            other.take(items[~is_own], changed[best, ~is_own] - middle, time)
     return len(able) + len(traded)
 
 

@@ -5,7 +5,11 @@ compares candidates, a finished plan's own figures, and whoever looks at a plan 
 another cost model. Features are [M, 3] arrays, one row (1, tokens, token pairs) a micro-batch in
 execution order, as cost models take them.
 
-Legend: M micro-batches of a replica, C candidates or replicas of equal M.
+Replicas that share expert-parallel groups meet in every MoE layer, so that each op lasts as long
+on all of them as on the slowest. That is how their step is simulated; what it leaves out is that
+experts, whose tokens are spread over these replicas, take a mean time rather than the longest.
+
+Legend: M micro-batches of a replica, S virtual stages, C candidates or replicas of equal M.
 """
 
 from __future__ import annotations
@@ -62,22 +66,56 @@ def step_times(
     features: np.ndarray,
     *,
     forward_only: bool,
-    communication: Communication = COMMUNICATION,
+    beside: Sequence[np.ndarray] = (),
 ) -> np.ndarray:
-    """[C] simulated step time of candidates with features [C, M, 3], in execution order."""
+    """[C] simulated step time of candidates of one replica.
+
+    Args:
+        model: times of the features.
+        layout: sizes of the run.
+        group: of the step; None without vpp.
+        features: [C, M, 3], in execution order.
+        forward_only: the pass has no backward.
+        beside: [M, 3] or [C, M, 3] of each replica that meets this one in MoE layers.
+    """
     schedule = make_schedule(layout, group, features.shape[1], forward_only=forward_only)
-    return simulate_many(schedule, *model.times(features), communication)
+    forward, backward = model.times(features)
+    for rows in beside:
+        longest = model.times(rows)
+        forward, backward = np.maximum(forward, longest[0]), np.maximum(backward, longest[1])
+    return simulate_many(schedule, forward, backward, COMMUNICATION)
 
 
-def by_count(features: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Replicas stacked by their number of micro-batches: [C, M, 3] for each M that occurs.
+def by_count(replicas: Sequence[np.ndarray], axis: int = 0) -> list[np.ndarray]:
+    """Arrays of replicas stacked by their number of micro-batches M: [C, ...] for each that occurs.
 
     The simulator takes many replicas at once when they run equally many micro-batches.
+
+    Args:
+        replicas: one array each.
+        axis: which of its axes M is.
     """
     ranks: dict[int, list[np.ndarray]] = {}
-    for rows in features:
-        ranks.setdefault(len(rows), []).append(rows)
+    for rows in replicas:
+        ranks.setdefault(rows.shape[axis], []).append(rows)
     return [np.stack(rows) for rows in ranks.values()]
+
+
+def linked_times(
+    model: CostModel, layout: Layout, features: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """[2, M, S] forward and backward times, one for all replicas that meet in MoE layers.
+
+    Args:
+        model: times of the features.
+        layout: tells which replicas do.
+        features: [M, 3] of each replica, M the same for those that meet.
+    """
+    times = [np.stack(model.times(rows)) for rows in features]
+    linked = layout.linked_replicas
+    if linked == 1:
+        return times
+    return [np.stack(times[i : i + linked]).max(axis=0) for i in range(0, len(times), linked)]
 
 
 def slowest_step_time(
@@ -92,16 +130,14 @@ def slowest_step_time(
     """Simulated step of the slowest replica; features [M, 3] of each, M may differ."""
     return max(
         float(
-            step_times(
-                model,
-                layout,
-                group,
-                stacked,
-                forward_only=forward_only,
-                communication=communication,
+            simulate_many(
+                make_schedule(layout, group, stacked.shape[2], forward_only=forward_only),
+                stacked[:, 0],
+                stacked[:, 1],
+                communication,
             ).max()
         )
-        for stacked in by_count(features)
+        for stacked in by_count(linked_times(model, layout, features), axis=1)
     )
 
 

@@ -6,7 +6,8 @@ micro-batch fills and drains the pipeline sooner), put in a few orders, and all 
 once. (2) Rebalance: what a replica idles in its best plan is charged to it, and the items are
 spread over the replicas again. (3) Polish: the slowest replica's plan is changed a little, alone
 or by trading items with another replica, as long as that helps and the budget lasts. The baseline
-is always among the candidates, so the result is never worse.
+is always among the candidates, so the result is never worse. Replicas that meet in MoE layers are
+swept one by one like all others, and from then on judged together.
 
 Trade-off. The sweep does most of the work at a cost that hardly grows with the number of
 candidates; an exact method (integer programming over the same choices) would take seconds for a
@@ -173,7 +174,21 @@ class Search:
         features = np.stack([self.packer.features(packing) for packing in packings])
         times = self.packer.step_times(group, features).tolist()
         pairs = zip(times, packings, strict=True)
-        return [Finalist(group=group, candidates=[Candidate(time=t, packing=p) for t, p in pairs])]
+        candidates = [Candidate(time=t, packing=p) for t, p in pairs]
+        return [self._met(Finalist(group=group, candidates=candidates))]
+
+    def _met(self, finalist: Finalist) -> Finalist:
+        """The plan with the times that replicas take which meet in MoE layers."""
+        linked = self.layout.linked_replicas
+        if linked == 1:
+            return finalist
+        met: list[Candidate] = []
+        for first in range(0, self.layout.dp, linked):
+            packings = [c.packing for c in finalist.candidates[first : first + linked]]
+            features = [self.packer.features(packing) for packing in packings]
+            [time] = self.packer.step_times(finalist.group, features[0][None], features[1:])
+            met += [Candidate(time=float(time), packing=packing) for packing in packings]
+        return Finalist(group=finalist.group, candidates=met)
 
     def _polished(self, finalists: list[Finalist]) -> Finalist:
         """The best of the finalists (fastest first) after polishing each."""
@@ -280,7 +295,7 @@ class Search:
             self._sweep(table, shares, others, least, sorted(common[:2]), quick=True)
             if not table.finalists():
                 self._sweep(table, shares, others, least, settings, quick=True)
-        return table.finalists()
+        return [self._met(finalist) for finalist in table.finalists()]
 
     def _sweep(
         self,
