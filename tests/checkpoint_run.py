@@ -31,6 +31,8 @@ def main(
     load: str | None = None,
     save_at: int | None = None,
     save: str | None = None,
+    transformer: dict[str, Any] | None = None,
+    ddp: dict[str, Any] | None = None,
 ) -> None:
     placement = initialize(Layout(**layout), device="cpu")
     settings = OptimizerSettings(
@@ -40,7 +42,9 @@ def main(
         "language_model",
         "megatron",
         "cpu",
-        model=dataclasses.replace(MODEL, transformer={"add_bias_linear": biases}),
+        model=dataclasses.replace(
+            MODEL, transformer={"add_bias_linear": biases, **(transformer or {})}, ddp=ddp or {}
+        ),
         placement=placement,
         batching=BatchingOptions(max_tokens_per_micro_batch=96),
         optimizer=settings,

@@ -17,6 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+EXPERTS: dict[str, Any] = dict(
+    biases=False,
+    transformer=dict(num_moe_experts=4, moe_router_topk=2, gated_linear_unit=True),
+)
 SCRIPT = Path(__file__).parent / "checkpoint_run.py"
 
 
@@ -94,6 +98,47 @@ def test_another_layout_goes_on_alike(without_biases: Any, tmp_path: Path, layou
     )
     assert resumed["losses"] == pytest.approx(without_biases["losses"][3:], rel=1e-5)
     for name, weight in without_biases["weights"].items():
+        error = (resumed["weights"][name] - weight).abs().max() / weight.abs().max()
+        assert error < 1e-5, name
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two steps of a model with experts on two expert-parallel ranks, saved after the first."""
+    directory = tmp_path_factory.mktemp("experts")
+    result = run(
+        2,
+        layout={"dp": 2, "ep": 2},
+        **EXPERTS,
+        steps=[1, 2],
+        save_at=1,
+        save=str(directory / "step1"),
+        output=str(directory / "out.pt"),
+    )
+    return {**result, "path": str(directory / "step1")}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2},
+        pytest.param({"dp": 2}, marks=pytest.mark.slow),
+        pytest.param({"dp": 4, "ep": 4}, marks=pytest.mark.slow),
+    ],
+    ids=["pp2", "dp2", "dp4-ep4"],
+)
+def test_experts_go_on_with_another_ep(experts: Any, tmp_path: Path, layout: Any) -> None:
+    resumed = run(
+        layout.get("pp", 1) * layout.get("dp", 1),
+        layout=layout,
+        **EXPERTS,
+        steps=[2],
+        load=experts["path"],
+        output=str(tmp_path / "out.pt"),
+    )
+    assert resumed["losses"] == pytest.approx(experts["losses"][1:], rel=1e-5)
+    assert set(resumed["weights"]) == set(experts["weights"])
+    for name, weight in experts["weights"].items():
         error = (resumed["weights"][name] - weight).abs().max() / weight.abs().max()
         assert error < 1e-5, name
 

@@ -81,8 +81,8 @@ def _apply_z_loss(router: TopKRouter, logits: Tensor, padding_mask: Tensor | Non
     total = held.clone()
     torch.distributed.all_reduce(total, group=router.tp_cp_group)
     try:
-        # A rank without a token has a loss of 0, and still divides by its weight for the log.
-        weight = held.clamp(min=1) * router.tp_cp_group.size() / total
+        # Where there is no token the loss is 0, and is divided by its weight for the log.
+        weight = held.clamp(min=1) * router.tp_cp_group.size() / total.clamp(min=1)
         config.moe_z_loss_coeff = coefficient * weight
         return TopKRouter.apply_z_loss(router, logits, padding_mask=padding_mask)
     finally:
