@@ -213,7 +213,7 @@ def test_recordings_survive_json_and_are_timelines(
 def test_megatron_is_replaced_only_while_recording() -> None:
     from megatron.core.pipeline_parallel import p2p_communication
 
-    from megatron_batching.megatron.recorder import record_messages
+    from megatron_batching.megatron.recorder import MessageLog, StepRecorder
 
     def functions() -> list[Any]:
         cls = p2p_communication.P2PCommunicator
@@ -224,10 +224,13 @@ def test_megatron_is_replaced_only_while_recording() -> None:
         ]
 
     before = functions()
-    with record_messages() as steps:
+    log = MessageLog()
+    with StepRecorder().watching():
+        assert functions() == before
+    with StepRecorder(messages=log).watching():
         assert not set(before) & set(functions())
     assert functions() == before
-    assert steps == []
+    assert log.steps == []
 
 
 def test_without_one_feature(plan: MicroBatchPlan) -> None:

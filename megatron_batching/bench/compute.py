@@ -30,7 +30,7 @@ from megatron_batching.data import MiniBatch, synthetic_mini_batch
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.megatron.messages import StepMessages
 from megatron_batching.megatron.parallel import Placement
-from megatron_batching.megatron.recorder import record_messages
+from megatron_batching.megatron.recorder import MessageLog
 from megatron_batching.plan import (
     BatchingOptions,
     CostModel,
@@ -108,12 +108,14 @@ class PacedCompute:
             times=times,
             shapes=[(1, 1 + batch.tokens // TOKENS_PER_VALUE) for batch in batches],
         )
-        with record_messages() as recorded:
-            result = run_paced_step(self._model, step, planned_shapes=method.planned_shapes)
+        log = MessageLog()
+        result = run_paced_step(
+            self._model, step, planned_shapes=method.planned_shapes, messages=log
+        )
         return Step(
             seconds=result.step_time_s,
             events=_described(result.events, method, dp_rank),
-            messages=recorded[-1],
+            messages=log.steps[-1],
         )
 
 
@@ -164,14 +166,15 @@ class GptCompute:
         """Run one step."""
         self._engine.optimizer_zero_grad()
         batched = self._engine.batched_by(method.plan.options)
-        with batched, record_messages() as recorded:
+        self._engine.messages = log = MessageLog()
+        with batched:
             report = self._engine.forward_backward_batch(
                 self._mini_batch, plan=method.plan, planned_shapes=method.planned_shapes
             )
         return Step(
             seconds=report.step_time_s,
             events=report.events,
-            messages=recorded[-1],
+            messages=log.steps[-1],
             result=(report.loss, report.grad_norm or 0.0),
         )
 

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.p2p import Shape, pipeline_shapes
 from megatron_batching.megatron.parallel import Placement
-from megatron_batching.megatron.recorder import StepRecorder
+from megatron_batching.megatron.recorder import MessageLog, StepRecorder
 from megatron_batching.megatron.schedule import run_schedule
 from megatron_batching.plan import MicroBatch
 from megatron_batching.schedules import Event, Op, PipelineSchedule, StageTimes
@@ -153,8 +153,20 @@ def run_paced_step(
     planned_shapes: bool = True,
     check_shapes: bool = False,
     prefetch: bool = True,
+    is_recorded: bool = True,
+    messages: MessageLog | None = None,
 ) -> PacedResult:
-    """Run one step on this rank, from zero gradients; the flags are those of `run_schedule`."""
+    """Run one step on this rank, from zero gradients.
+
+    Args:
+        model: from `build_paced_model`.
+        step: what to run.
+        planned_shapes: see `run_schedule`.
+        check_shapes: see `run_schedule`.
+        prefetch: see `run_schedule`.
+        is_recorded: note start and end of each op; otherwise the result has no events.
+        messages: gets the messages of the step, too.
+    """
     schedule, placement = step.schedule, model.placement
     stages: list[Any] = model.chunks
     shapes = stage_shapes(model, step)
@@ -166,7 +178,7 @@ def run_paced_step(
         i = next(iterator)
         return chunk(step, shapes[i], i), lambda output: _reported(output, i, schedule)
 
-    recorder = StepRecorder()
+    recorder = StepRecorder(messages=messages)
     origin = recorder.now()
     with torch.set_grad_enabled(not schedule.forward_only):
         losses = run_schedule(
@@ -178,22 +190,23 @@ def run_paced_step(
             planned_shapes=planned_shapes,
             check_shapes=check_shapes,
             prefetch=prefetch,
-            timers=recorder,
+            timers=recorder if is_recorded else None,
         )
     step_time_s = recorder.seconds(origin, recorder.now())
+    events: list[Event] = []
+    if is_recorded:
+        events = recorder.events(
+            schedule,
+            pp_rank=placement.pp_rank,
+            dp_rank=placement.dp_rank,
+            origin=origin,
+            micro_batches=[
+                MicroBatch(samples=(i,), tokens=rows * width, dummy=False)
+                for i, (rows, width) in enumerate(step.shapes)
+            ],
+        )
     return PacedResult(
-        events=tuple(
-            recorder.events(
-                schedule,
-                pp_rank=placement.pp_rank,
-                dp_rank=placement.dp_rank,
-                origin=origin,
-                micro_batches=[
-                    MicroBatch(samples=(i,), tokens=rows * width, dummy=False)
-                    for i, (rows, width) in enumerate(step.shapes)
-                ],
-            )
-        ),
+        events=tuple(events),
         ran=tuple(stages[0].ran),
         step_time_s=step_time_s,
         losses=tuple(losses),

@@ -53,6 +53,7 @@ from megatron_batching.megatron.optimizer import (
     step,
 )
 from megatron_batching.megatron.parallel import Placement
+from megatron_batching.megatron.recorder import MessageLog
 from megatron_batching.plan import BatchingOptions, MicroBatchPlan, plan_mini_batch
 
 
@@ -104,6 +105,8 @@ class PipelineEngine(Engine):
         self.batching = batching
         self.planned_shapes = planned_shapes
         self._failure: Exception | None = None
+        self.messages: MessageLog | None = None
+        """Set it to have the messages of each step recorded; see `megatron.recorder`."""
         self.check_shapes = check_shapes
         self._shape_buckets = shape_buckets
         self.infer_batching = infer_batching or batching
@@ -353,6 +356,7 @@ class PipelineEngine(Engine):
             bucket_widths=self.bucket_widths,
             check_shapes=self.check_shapes,
             expert_shares=self.expert_shares,
+            messages=self.messages,
         )
 
     def _run(

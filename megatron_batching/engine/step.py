@@ -27,7 +27,7 @@ from megatron_batching.engine.step_loss import StepLoss
 from megatron_batching.loss import Aggregation, LossScaling, Metrics, Objective, check_regime
 from megatron_batching.megatron.auxiliary import RouterShares
 from megatron_batching.megatron.model import PipelineModel
-from megatron_batching.megatron.recorder import StepRecorder
+from megatron_batching.megatron.recorder import MessageLog, StepRecorder
 from megatron_batching.megatron.world import begin_step
 from megatron_batching.plan import MicroBatchPlan
 
@@ -44,6 +44,7 @@ class StepSettings:
         bucket_widths: pad packed rows up to one of these.
         check_shapes: exchange planned shapes all the same, and compare.
         expert_shares: "micro_batch" or "mini_batch", see `RouterShares`.
+        messages: gets the messages of each step; none are noted without it.
     """
 
     model: PipelineModel
@@ -51,6 +52,7 @@ class StepSettings:
     bucket_widths: tuple[int, ...]
     check_shapes: bool
     expert_shares: str
+    messages: MessageLog | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ class PreparedStep:
     def run(self) -> StepReport:
         """Run this replica's micro-batches; gradients are in place afterwards."""
         on_gpu = self.settings.model.placement.device.type == "cuda"
-        recorder = StepRecorder(on_gpu=on_gpu)
+        recorder = StepRecorder(on_gpu=on_gpu, messages=self.settings.messages)
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
             if self.settings.expert_shares == "mini_batch" and not self.forward_only:

@@ -11,11 +11,12 @@ from .p2p import (
     pipeline_shapes,
 )
 from .parallel import Placement, initialize, shut_down
-from .recorder import StepRecorder, record_messages
+from .recorder import MessageLog, StepRecorder
 from .schedule import accepts_communicator, run_schedule
 
 __all__ = [
     "CheckedP2PCommunicator",
+    "MessageLog",
     "ModelConfig",
     "OptimizerSettings",
     "PipelineCommunicator",
@@ -32,7 +33,6 @@ __all__ = [
     "initialize",
     "load_checkpoint",
     "pipeline_shapes",
-    "record_messages",
     "run_schedule",
     "save_checkpoint",
     "shut_down",

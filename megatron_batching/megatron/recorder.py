@@ -2,10 +2,10 @@
 
 Megatron's schedules bracket each op with `config.timers("forward-compute").start()` and `.stop()`
 (megatron-core 0.16.1 and 0.19.2). An object that answers this interface and notes the clock is
-all that a recording of ops needs. Messages have no such bracket: inside `record_messages` the
-functions that post them are replaced by ones that note when, and hand out requests that note how
-long somebody waits for them. Outside nothing is replaced. A profiler would see all this too, at
-many times the cost, and would not know which op a message belongs to.
+all that a recording of ops needs. Messages have no such bracket: for a recorder with a `MessageLog`
+the functions that post them are replaced, while the schedule runs, by ones that note when, and hand
+out requests that note how long somebody waits for them. Otherwise nothing is replaced. A profiler
+would see all this too, at many times the cost, and would not know which op a message belongs to.
 
 The k-th forward on a rank is the k-th forward of its op order, and its activations travel in that
 order, so names of micro-batches are put on by the reader, not here. Clocks: `time.monotonic`, one
@@ -20,7 +20,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from megatron.core.pipeline_parallel import p2p_communication
@@ -65,13 +64,17 @@ class StepRecorder:
 
     Args:
         on_gpu: read the clock of the current CUDA stream instead of the host's.
+        messages: gets the step's messages too.
     """
 
-    def __init__(self, on_gpu: bool = False) -> None:
+    def __init__(self, on_gpu: bool = False, messages: MessageLog | None = None) -> None:
         self._on_gpu = on_gpu
         self._timers = {name: _Timer(self.now) for name in _KINDS}
-        if _log is not None:
-            _log.begin(self)
+        self._messages = messages
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """What the schedule runs inside, so that its messages are noted if there is a log."""
+        return contextlib.nullcontext() if self._messages is None else self._messages.watching(self)
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer | _Ignored:
         return self._timers.get(name, _IGNORED)
@@ -113,7 +116,7 @@ class StepRecorder:
         origin: Any,
         micro_batches: Sequence[MicroBatch],
     ) -> list[Event]:
-        """This rank's ops as timeline events, in op order; ends the step of `record_messages`.
+        """This rank's ops as timeline events, in op order; closes the step in the log of messages.
 
         Args:
             schedule: the schedule that ran.
@@ -139,29 +142,9 @@ class StepRecorder:
                     dummy=micro_batch.dummy,
                 )
             )
-        if _log is not None:
-            _log.read(self, schedule, pp_rank, origin)
+        if self._messages is not None:
+            self._messages.close_step(self, schedule, pp_rank, origin)
         return events
-
-
-@contextlib.contextmanager
-def record_messages() -> Iterator[list[StepMessages]]:
-    """Record the messages of every step whose events are read inside; the list grows by it."""
-    global _log
-    log = _MessageLog()
-    module, cls = p2p_communication, p2p_communication.P2PCommunicator
-    with contextlib.ExitStack() as stack:
-        for owner, name, wrap in (
-            (module, "_p2p_ops", log.watch_single),
-            (module, "_batched_p2p_ops", log.watch_batched),
-            (cls, "_communicate_shapes", log.watch_shapes),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
-        _log = log
-        try:
-            yield log.steps
-        finally:
-            _log = None
 
 
 class _Reading(NamedTuple):
@@ -174,7 +157,7 @@ class _Reading(NamedTuple):
 class _Request:
     """A request that notes who waits for it; the first wait counts."""
 
-    def __init__(self, log: _MessageLog, number: int, request: Any) -> None:
+    def __init__(self, log: MessageLog, number: int, request: Any) -> None:
         self._log, self._number, self._request = log, number, request
 
     def wait(self) -> None:
@@ -187,18 +170,36 @@ class _Request:
         return getattr(self._request, name)
 
 
-class _MessageLog:
-    """Readings of the step under way, and the finished steps."""
+class MessageLog:
+    """The messages of every step that a recorder with this log has seen.
+
+    Attributes:
+        steps: of each step, once its events were read.
+    """
 
     def __init__(self) -> None:
         self.steps: list[StepMessages] = []
         self.readings: list[_Reading] = []
         self.now: Callable[[], Any] = time.monotonic
 
-    def begin(self, recorder: StepRecorder) -> None:
+    @contextlib.contextmanager
+    def watching(self, recorder: StepRecorder) -> Iterator[None]:
+        """Note every message posted inside, on the recorder's clock."""
         self.readings, self.now = [], recorder.now
+        module, cls = p2p_communication, p2p_communication.P2PCommunicator
+        watched = (
+            (module, "_p2p_ops", self._watch_single),
+            (module, "_batched_p2p_ops", self._watch_batched),
+            (cls, "_communicate_shapes", self._watch_shapes),
+        )
+        with contextlib.ExitStack() as stack:
+            for owner, name, watch in watched:
+                original = getattr(owner, name)
+                setattr(owner, name, watch(original))
+                stack.callback(setattr, owner, name, original)
+            yield
 
-    def watch_single(self, post: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def _watch_single(self, post: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         def watched(**kwargs: Any) -> dict[str, Any]:
             posted, requests = self.now(), post(**kwargs)
             return {
@@ -209,7 +210,7 @@ class _MessageLog:
 
         return watched
 
-    def watch_batched(self, post: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def _watch_batched(self, post: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         order = ("send_prev", "recv_prev", "send_next", "recv_next")  # in which Megatron posts
 
         def watched(**kwargs: Any) -> list[Any]:
@@ -227,7 +228,7 @@ class _MessageLog:
 
         return watched
 
-    def watch_shapes(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch_shapes(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
         def watched(communicator: Any, *args: Any) -> Any:
             start, shapes = self.now(), exchange(communicator, *args)
             self.readings.append(_Reading(SHAPES, start, start, self.now()))
@@ -239,7 +240,7 @@ class _MessageLog:
         self.readings.append(_Reading(direction, posted, posted, posted))
         return _Request(self, len(self.readings) - 1, request)
 
-    def read(
+    def close_step(
         self, recorder: StepRecorder, schedule: PipelineSchedule, pp_rank: int, origin: Any
     ) -> None:
         """Close the step under way; its messages get the names of their ops."""
@@ -258,6 +259,3 @@ class _MessageLog:
         start_s = recorder.host_time(origin)
         self.steps.append(StepMessages(start_s=start_s, messages=tuple(messages)))
         self.readings = []
-
-
-_log: _MessageLog | None = None

@@ -13,6 +13,7 @@ exchanged shapes each of these receives would wait for its shape, and the step t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -31,6 +32,7 @@ from megatron_batching.megatron.p2p import (
     PlannedP2PCommunicator,
     pipeline_shapes,
 )
+from megatron_batching.megatron.recorder import StepRecorder
 from megatron_batching.schedules import PipelineSchedule
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Any, Callable[[Any], Any]]]
@@ -50,7 +52,7 @@ def run_schedule(
     check_shapes: bool = False,
     prefetch: bool = True,
     collect_non_loss_data: bool = False,
-    timers: Any = None,
+    timers: StepRecorder | None = None,
 ) -> list[Any]:
     """Run all micro-batches forward, and backward unless `schedule.forward_only`.
 
@@ -66,7 +68,7 @@ def run_schedule(
         prefetch: post receives one op ahead in the warm-up and the cool-down; where shapes are
             planned, the schedule is interleaved and `overlap_p2p_comm` is on.
         collect_non_loss_data: keep what the loss function returns instead of a loss.
-        timers: recorder in the place of Megatron's timers, see `StepRecorder`.
+        timers: recorder in the place of Megatron's timers.
 
     Returns:
         What the loss function reported per micro-batch, in execution order; empty on all but
@@ -93,18 +95,19 @@ def run_schedule(
     )
     config.timers = timers
     try:
-        reported = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=list(iterators) if layout.vpp > 1 else iterators[0],
-            model=model.chunks if layout.vpp > 1 else model.chunks[0],
-            num_microbatches=schedule.num_micro_batches,
-            # Ignored with variable_seq_lengths, but divided by cp and tp all the same.
-            seq_length=layout.cp * layout.tp,
-            micro_batch_size=1,
-            forward_only=schedule.forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            **extra,
-        )
+        with contextlib.nullcontext() if timers is None else timers.watching():
+            reported = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=list(iterators) if layout.vpp > 1 else iterators[0],
+                model=model.chunks if layout.vpp > 1 else model.chunks[0],
+                num_microbatches=schedule.num_micro_batches,
+                # Ignored with variable_seq_lengths, but divided by cp and tp all the same.
+                seq_length=layout.cp * layout.tp,
+                micro_batch_size=1,
+                forward_only=schedule.forward_only,
+                collect_non_loss_data=collect_non_loss_data,
+                **extra,
+            )
     finally:
         config.timers = None
         config.overlap_p2p_comm_warmup_flush = False

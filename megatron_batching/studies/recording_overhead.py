@@ -12,19 +12,16 @@ is JSON.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import time
-from unittest import mock
 
 import torch.distributed as dist
 
-from megatron_batching.bench import paced_model
 from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
 from megatron_batching.megatron.config import world_size_from_environment
 from megatron_batching.megatron.parallel import initialize, shut_down
-from megatron_batching.megatron.recorder import record_messages
+from megatron_batching.megatron.recorder import MessageLog
 from megatron_batching.plan import Layout
 from megatron_batching.program import run as run_program
 from megatron_batching.schedules import PipelineSchedule
@@ -42,29 +39,15 @@ def main() -> None:
     schedule = PipelineSchedule(pp=pp, vpp=2, num_micro_batches=NUM_MICRO_BATCHES)
     step = PacedStep(schedule=schedule, shapes=[(1, 8)] * NUM_MICRO_BATCHES)
     model = build_paced_model(placement)
-    run_schedule = paced_model.run_schedule
-
-    def without_timers(*args: object, **kwargs: object) -> object:
-        return run_schedule(*args, **{**kwargs, "timers": None})  # type: ignore[arg-type]
-
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for repeat in range(options.steps + 1):
         for is_recorded in seconds if repeat % 2 else reversed(seconds):
-            with contextlib.ExitStack() as stack:
-                if is_recorded:
-                    stack.enter_context(record_messages())
-                else:
-                    stack.enter_context(
-                        mock.patch.object(paced_model, "run_schedule", without_timers)
-                    )
-                    stack.enter_context(
-                        mock.patch.object(paced_model.StepRecorder, "events", return_value=[])
-                    )
-                dist.barrier()
-                start = time.process_time()
-                run_paced_step(model, step)
-                if repeat:
-                    seconds[is_recorded].append(time.process_time() - start)
+            messages = MessageLog() if is_recorded else None
+            dist.barrier()
+            start = time.process_time()
+            run_paced_step(model, step, is_recorded=is_recorded, messages=messages)
+            if repeat:
+                seconds[is_recorded].append(time.process_time() - start)
     plain, recorded = (statistics.median(seconds[side]) for side in (False, True))
     per_op_s = (recorded - plain) / schedule.num_ops
     if placement.rank == 0:
