@@ -17,6 +17,7 @@ VERSION = re.search(
 
 EXTRAS = {
     "viz": ["matplotlib>=3.8", "plotly>=5.20"],
+    "tensorboard": ["tensorboard>=2.12"],
     "verl": ["verl==0.9.1", "tensordict", "mbridge", "einops"],
     "te": ["transformer-engine[pytorch]"],
     "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"],

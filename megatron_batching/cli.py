@@ -289,6 +289,13 @@ def train(
     lengths: Annotated[
         str | None, typer.Option(help="Length file or @name, instead of data.lengths.")
     ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Folder for TensorBoard events, a step each.")
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON line at the end; words go to standard error."),
+    ] = False,
 ) -> None:
     """Train a GPT on planned mini-batches; run under torchrun with the layout's world size."""
     from megatron_batching.engine.config import load_config
@@ -297,7 +304,7 @@ def train(
     settings = load_config(config, [*(overrides or []), *extra])
     from megatron_batching.bench.train import run_training
 
-    run_training(settings)
+    run_training(settings, event_folder=tensorboard, as_json=as_json)
 
 
 @app.command()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from megatron.core import parallel_state
@@ -12,10 +16,24 @@ from megatron_batching.bench.calibrate import run_calibration
 from megatron_batching.bench.measure import measure
 from megatron_batching.bench.methods import verl_rows
 from megatron_batching.bench.settings import METHODS, BenchConfig, Trace
+from megatron_batching.bench.train import run_training
+from megatron_batching.engine.config import load_config
+from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.megatron.config import ModelConfig
 from megatron_batching.megatron.parallel import initialize
 from megatron_batching.plan import Layout, read_lengths
 
+ROOT = Path(__file__).parents[1]
+TRAIN = [
+    "layout={pp: 2, vpp: 1, dp: 1}",
+    "model.num_layers=2",
+    "model.hidden_size=16",
+    "model.num_attention_heads=2",
+    "data.samples_per_mini_batch=6",
+    "data.num_mini_batches=2",
+    "optimizer.lr_warmup_steps=2",
+    "compare.enabled=false",
+]
 MODEL = ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=2, vocab_size=32)
 
 
@@ -80,3 +98,39 @@ def verl_counts(samples: int) -> tuple[int, int]:
     alone = verl_rows(own, 16_384, group=None)
     agreed = verl_rows(own, 16_384, group=None, dp_group=parallel_state.get_data_parallel_group())
     return len(alone), len(agreed)
+
+
+class Terminal(io.StringIO):
+    """What a program takes for a terminal."""
+
+    def isatty(self) -> bool:
+        """Whether somebody looks."""
+        return True
+
+
+def train(
+    overrides: Sequence[str] = (),
+    tensorboard: str | None = None,
+    as_json: bool = False,
+    on_terminal: bool = False,
+) -> dict[str, Any]:
+    """Two mini-batches on 2 processes; rows, what this rank printed, and the error, if any."""
+    config = load_config(ROOT / "configs" / "demo.yaml", [*TRAIN, *overrides])
+    out, err, error, rows = Terminal() if on_terminal else io.StringIO(), io.StringIO(), "", []
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            rows = run_training(
+                config,
+                event_folder=None if tensorboard is None else Path(tensorboard),
+                as_json=as_json,
+            )
+        except ValueError as refused:
+            error = str(refused)
+    return {"rows": rows, "out": out.getvalue(), "err": err.getvalue(), "error": error}
+
+
+def train_nowhere(output_dir: str) -> dict[str, Any]:
+    """As `train` with a folder that cannot be written; the engine must not be reached."""
+    overrides = ["compare.enabled=true", f"run.output_dir={output_dir}"]
+    with mock.patch.object(PipelineEngine, "__init__", side_effect=AssertionError):
+        return train(overrides)

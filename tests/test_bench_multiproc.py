@@ -7,6 +7,7 @@ Command: pytest tests/test_bench_multiproc.py
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,63 @@ def test_calibrate_writes_a_file_that_plans(pools: Any, tmp_path: Path) -> None:
     link = read_link(str(path))
     assert link.bytes_per_token == 16 * 4
     assert 0 <= link.after_s < 1  # 0 where noise hides it
+
+
+def test_train_prints_json_on_request_alone_and_leaves_events(pools: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    folder = tmp_path / "runs" / "one"
+    first, second = pools[2].run("bench_cases:train", tensorboard=str(folder), as_json=True)
+    assert first["error"] == second["error"] == second["out"] == ""
+    (line,) = first["out"].splitlines()
+    assert json.loads(line)["mini_batches"] == first["rows"]
+    assert "mini-batch 1: loss" in first["err"] and "2/2" not in first["err"]
+    assert [row["lr"] for row in first["rows"]] == pytest.approx([0.0, 0.0015])
+    assert read_events(folder) == {
+        f"{group}/{tag}": pytest.approx([row[key] for row in first["rows"]], rel=1e-6)
+        for group, tags in EVENTS.items()
+        for tag, key in tags.items()
+    }
+
+
+EVENTS = {
+    "training": {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"},
+    "step": {
+        "measured_s": "step_time_s",
+        "predicted_token": "predicted_step_time",
+        "tokens_per_s": "tokens_per_s",
+        "bubble_fraction": "bubble_fraction",
+    },
+    "plan": {name: name for name in ("micro_batches", "dummies", "samples", "tokens")},
+}
+
+
+def read_events(folder: Path) -> dict[str, list[float]]:
+    """Tag -> values by step, of the one file in a folder of TensorBoard's."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (file,) = folder.iterdir()
+    events = EventAccumulator(str(file))
+    events.Reload()
+    found = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    assert all([event.step for event in of_tag] == [0, 1] for of_tag in found.values())
+    return {tag: [event.value for event in of_tag] for tag, of_tag in found.items()}
+
+
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_train_draws_its_progress_on_a_terminal_alone(pools: Any, on_terminal: bool) -> None:
+    first, second = pools[2].run("bench_cases:train", on_terminal=on_terminal)
+    assert second["out"] == second["err"] == ""
+    assert "mini-batch 1: loss" in first["out"] and '"mini_batches"' not in first["out"]
+    assert ("/2" in first["out"]) is on_terminal
+    assert ("\x1b[?25l" in first["out"]) is on_terminal  # a bar hides the cursor
+
+
+def test_train_refuses_a_folder_before_it_trains(pools: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in ("/proc/nowhere", str(tmp_path / "file")):
+        everyone = pools[2].run("bench_cases:train_nowhere", output_dir=place)
+        assert everyone[0]["error"] == everyone[1]["error"]
+        assert f"run.output_dir '{place}' cannot be written" in everyone[0]["error"]
 
 
 def test_verl_agrees_on_a_count(pools: Any) -> None:

@@ -272,6 +272,31 @@ TRAIN_ERRORS = {
     "unknown section": (["modle.hidden_size=64"], ["modle", "model"]),
     "wrong type": (["model.hidden_size=wide"], ["model.hidden_size", "wide"]),
     "wrong value": (["optimizer.lr=-1"], ["optimizer.lr=-1"]),
+    "negative rate": (["optimizer.lr=-1"], ["optimizer.lr=-1"]),
+    "least rate": (["optimizer.min_lr=7"], ["optimizer.lr=0.003", "optimizer.min_lr=7"]),
+    "no number": (["optimizer.weight_decay=.nan"], ["optimizer.weight_decay=nan", "finite"]),
+    "moment": (["optimizer.adam_beta2=1"], ["optimizer.adam_beta2=1.0", "below 1"]),
+    "no heads": (["model.num_attention_heads=0"], ["model.num_attention_heads=0"]),
+    "one word": (
+        ["model.vocab_size=1", "layout={pp: 1, vpp: 1, dp: 1}"],
+        ["model.vocab_size=1", "at least 2"],
+    ),
+    "a million layers": (
+        ["model.num_layers=1000000", "layout={pp: 1, vpp: 1, dp: 1}"],
+        ["model.num_layers=1000000", "4096", "hours"],
+    ),
+    "endless": (
+        ["data.num_mini_batches=99999999", "layout={pp: 1, vpp: 1, dp: 1}"],
+        ["data.num_mini_batches=99999999", "16,777,216"],
+    ),
+    "scale": (
+        ["data.length_scale=1e20", "layout={pp: 1, vpp: 1, dp: 1}"],
+        ["data.length_scale=1e+20", "2^40"],
+    ),
+    "no scale": (["data.length_scale=.nan"], ["data.length_scale=nan"]),
+    "seed": (["run.seed=-1"], ["run.seed=-1"]),
+    "waiting": (["run.timeout_s=1e12"], ["run.timeout_s=1000000000000.0", "30 days"]),
+    "no comparison": (["compare.repeats=0"], ["compare.repeats=0"]),
     "layout against world": (["layout.pp=4"], ["= 8 processes", "1 was started", "torchrun"]),
     "layout": (["layout.pp=two"], ["pp", "two"]),
     "cap below the longest": (

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from megatron_batching.bench.outputs import TIMELINE
 from megatron_batching.data import synthetic_mini_batch
 from megatron_batching.engine.config import TrainConfig
 from megatron_batching.engine.pipeline import PipelineEngine, StepReport
@@ -74,7 +75,7 @@ def run_comparison(
         f"{differences['grad_norm_difference']:.1e}"
     )
     if engine.placement.rank == 0:
-        path = output_dir / "timeline.png"
+        path = output_dir / TIMELINE
         draw_png(timelines, path)
         console.print(f"timeline of one step of each: {path}")
     return {**results, **differences, "speed_up": speed_up}

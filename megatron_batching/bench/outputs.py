@@ -25,6 +25,8 @@ from megatron_batching.schedules import (
 from megatron_batching.schedules.draw import check_picture
 from megatron_batching.schedules.files import check_file, is_stream, own_descriptor, write_text
 
+TIMELINE = "timeline.png"  # the picture in a folder of results
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:

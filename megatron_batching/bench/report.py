@@ -19,6 +19,7 @@ from rich.table import Table
 
 from megatron_batching.bench.compute import layout_name
 from megatron_batching.bench.measure import Measured, MeasuredCase
+from megatron_batching.bench.outputs import TIMELINE
 from megatron_batching.bench.recording import CAUSES, write_json
 from megatron_batching.bench.settings import BenchConfig
 from megatron_batching.schedules import draw_png, write_html
@@ -283,7 +284,7 @@ def write_report(
     first = cases[0]
     shown = [m for m in first.methods if m.row["method"] in ("plain", "verl", "planned")]
     timelines = [m.recording.timeline for m in shown or first.methods]
-    written.append(draw_png(timelines, folder / "timeline.png"))
+    written.append(draw_png(timelines, folder / TIMELINE))
     return written
 
 

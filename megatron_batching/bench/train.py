@@ -1,7 +1,9 @@
 """The `train` command: mini-batches of variable length, planned and run, one table row each.
 
-All plans are made before any process group exists: they are pure functions of the lengths, so a
-sample over the cap is reported by every rank alike and at once.
+What can be wrong is found before the first step: lengths, sizes and samples over the cap before
+any process group exists, since every rank sees the same; places that cannot be written by rank 0,
+which tells the others. Each mini-batch is planned when its turn comes, so that the first of a
+thousand does not wait for the plans of all.
 """
 
 from __future__ import annotations
@@ -11,20 +13,35 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
+from megatron_batching.bench.event_log import EventLog, check_event_folder
+from megatron_batching.bench.outputs import TIMELINE, on_rank_zero
+from megatron_batching.bench.sizes import check_memory, check_training
 from megatron_batching.engine.config import DataConfig, TrainConfig
 from megatron_batching.megatron.config import (
     aligned_batching,
     check_world_size,
     world_size_from_environment,
 )
-from megatron_batching.plan import plan_mini_batch, read_lengths
+from megatron_batching.plan import read_lengths
+from megatron_batching.plan.items import gather_items
+from megatron_batching.plan.layout import MOST
+from megatron_batching.plan.limits import check_size
+from megatron_batching.schedules.draw import check_picture
+from megatron_batching.schedules.files import check_folder
 
 if TYPE_CHECKING:
     from megatron_batching.data import MiniBatch
@@ -56,28 +73,45 @@ def mini_batch_lengths(data: DataConfig) -> list[list[int]]:
     if source.startswith("@") and ":" not in source:
         source = f"{source}:{needed}"
     read = np.resize(np.asarray(read_lengths(source)), needed)
-    lengths = np.maximum(np.rint(read * data.length_scale).astype(int), 2)
+    scaled = read * data.length_scale
+    if scaled.max() > MOST:
+        raise ValueError(
+            f"data.length_scale={data.length_scale} makes lengths of over 2^40 tokens: lower it"
+        )
+    lengths = np.maximum(np.rint(scaled).astype(np.int64), 2)
     if data.max_length is not None:
         lengths = np.minimum(lengths, data.max_length)
     return lengths.reshape(data.num_mini_batches, -1).tolist()
 
 
-def run_training(config: TrainConfig) -> None:
-    """Train as the config says; rank 0 prints a row per mini-batch and one JSON line at the end.
+def run_training(
+    config: TrainConfig, *, event_folder: Path | None = None, as_json: bool = False
+) -> list[dict[str, Any]]:
+    """Train as the config says; rank 0 prints a row per mini-batch.
+
+    Args:
+        config: what to train.
+        event_folder: where rank 0 writes TensorBoard events.
+        as_json: rank 0 prints one JSON line to standard output, and all words to standard error.
+
+    Returns:
+        The row of each mini-batch, the same on every rank.
 
     Raises:
-        ValueError: the layout does not fit the world size or the model, or a mini-batch cannot
-            be planned.
+        ValueError: the layout does not fit the world size or the model, a mini-batch cannot be
+            planned, or something cannot be written.
     """
     check_world_size(config.layout, world_size_from_environment())
+    check_training(config)
     all_lengths = mini_batch_lengths(config.data)
     batching = aligned_batching(config.batching, config.layout, config.model.transformer)
-    plans = [plan_mini_batch(n, config.layout, batching) for n in all_lengths]
+    for lengths in all_lengths:
+        check_size(len(lengths), config.layout, batching)
+        gather_items(lengths, config.layout, batching)  # names a sample over the cap
 
     # Megatron warns on every rank that optional libraries are missing; `_describe` says it once.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from megatron_batching.bench.compare import run_comparison
-    from megatron_batching.data import synthetic_mini_batch
     from megatron_batching.engine.pipeline import PipelineEngine
     from megatron_batching.megatron.parallel import initialize, shut_down
 
@@ -88,6 +122,9 @@ def run_training(config: TrainConfig) -> None:
         seed=config.run.seed,
         timeout_s=config.run.timeout_s,
     )
+    longest = max(all_lengths, key=max)
+    check_memory(config.model, config.layout, longest, placement.device)
+    on_rank_zero(lambda: _check_places(config, event_folder))
     engine = PipelineEngine(
         model=config.model,
         placement=placement,
@@ -96,32 +133,72 @@ def run_training(config: TrainConfig) -> None:
         seed=config.run.seed,
         planned_shapes=config.run.planned_shapes,
     )
-    console = Console(quiet=placement.rank != 0, highlight=False)
+    console = Console(quiet=placement.rank != 0, highlight=False, stderr=as_json)
     if not console.is_terminal:
         console.width = _LOG_WIDTH
     console.print(_describe(engine))
-    rows = []
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("training", total=len(plans))
-        for i, (lengths, plan) in enumerate(zip(all_lengths, plans, strict=True)):
-            mini_batch = synthetic_mini_batch(
-                lengths, vocab_size=config.model.vocab_size, seed=config.run.seed + i
-            )
-            rows.append(_row(i, mini_batch, engine.train_batch(mini_batch, plan=plan)))
-            progress.console.print(
-                f"mini-batch {i}: loss {rows[-1]['loss']:.4f}, {rows[-1]['step_time_s']:.2f} s"
-            )
-            progress.advance(task)
+    events = EventLog(event_folder) if event_folder is not None and placement.rank == 0 else None
+    rows = _train(engine, config, all_lengths, console, events)
     console.print(_table(rows))
-    summary = {"layout": asdict(config.layout), "mini_batches": rows}
+    summary: dict[str, Any] = {"layout": asdict(config.layout), "mini_batches": rows}
     if config.compare.enabled:
         output_dir = Path(config.run.output_dir)
         summary["comparison"] = run_comparison(
             engine, config, all_lengths[-1], console=console, output_dir=output_dir
         )
-    if placement.rank == 0:
-        print(json.dumps(summary))
+    if as_json and placement.rank == 0:
+        print(json.dumps(summary), flush=True)
     shut_down()
+    return rows
+
+
+def _check_places(config: TrainConfig, event_folder: Path | None) -> None:
+    if config.compare.enabled:
+        check_folder(config.run.output_dir, "run.output_dir")
+        check_picture(Path(config.run.output_dir, TIMELINE))
+    if event_folder is not None:
+        check_event_folder(event_folder)
+
+
+def _train(
+    engine: PipelineEngine,
+    config: TrainConfig,
+    all_lengths: Sequence[Sequence[int]],
+    console: Console,
+    events: EventLog | None,
+) -> list[dict[str, Any]]:
+    """Run all mini-batches, with a progress bar on a terminal; returns a row for each."""
+    from megatron_batching.data import synthetic_mini_batch
+
+    rows = []
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=console.quiet or not console.file.isatty(),
+    ) as progress:
+        task = progress.add_task("training", total=len(all_lengths))
+        for i, lengths in enumerate(all_lengths):
+            mini_batch = synthetic_mini_batch(
+                lengths, vocab_size=config.model.vocab_size, seed=config.run.seed + i
+            )
+            plan = engine.plan(mini_batch)
+            learning_rate = engine.optimizer.param_groups[0]["lr"]
+            report = engine.train_batch(mini_batch, plan=plan)
+            rows.append(_row(i, mini_batch, report) | {"lr": float(learning_rate)})
+            console.print(
+                f"mini-batch {i}: loss {rows[-1]['loss']:.4f}, {rows[-1]['step_time_s']:.2f} s"
+            )
+            if events is not None:
+                events.add(rows[-1])
+            progress.update(task, advance=1, description=f"loss {rows[-1]['loss']:.4f}")
+    if events is not None:
+        events.close()
+    return rows
 
 
 def _describe(engine: PipelineEngine) -> str:
@@ -136,7 +213,7 @@ def _describe(engine: PipelineEngine) -> str:
     )
 
 
-def _row(number: int, mini_batch: MiniBatch, report: StepReport) -> dict[str, float]:
+def _row(number: int, mini_batch: MiniBatch, report: StepReport) -> dict[str, Any]:
     tokens = sum(mini_batch.lengths)
     assert report.grad_norm is not None
     return {
@@ -150,10 +227,12 @@ def _row(number: int, mini_batch: MiniBatch, report: StepReport) -> dict[str, fl
         "step_time_s": report.step_time_s,
         "tokens_per_s": tokens / report.step_time_s,
         "bubble_fraction": report.bubble_fraction,
+        "predicted_step_time": report.plan.predicted.step_time,
+        "predicted_unit": report.plan.predicted.unit,
     }
 
 
-def _table(rows: Sequence[dict[str, float]]) -> Table:
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="training: loss is the token mean over each global mini-batch")
     for column in COLUMNS:
         table.add_column(column, justify="right")

@@ -7,6 +7,7 @@ torch or Megatron, so that a wrong key is reported at once.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,9 +19,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings, stages_of
 from megatron_batching.plan import BatchingOptions, Layout
+from megatron_batching.plan.layout import check_positive
 from megatron_batching.schedules.files import parsing
 
 T = TypeVar("T")
+MOST_SEED = 2**31  # torch's generators take more, numpy's and Megatron's sums of seeds do not
+MOST_REPEATS = 1000
+LONGEST_S = 30 * 24 * 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +45,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name in ("samples_per_mini_batch", "num_mini_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"data.{name}={getattr(self, name)} must be at least 1")
-        if self.length_scale <= 0:
-            raise ValueError(f"data.length_scale={self.length_scale} must be above 0")
+            check_positive(f"data.{name}", getattr(self, name))
+        if not 0 < self.length_scale < math.inf:
+            raise ValueError(f"data.length_scale={self.length_scale} must be above 0 and finite")
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(
                 f"data.max_length={self.max_length} must be at least 2: a token and its successor"
@@ -67,6 +71,14 @@ class RunConfig:
     output_dir: str = "out"
     """Where timelines and reports go."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < MOST_SEED:
+            raise ValueError(f"run.seed={self.seed} must be from 0 to {MOST_SEED - 1}")
+        if not 0 < self.timeout_s <= LONGEST_S:
+            raise ValueError(
+                f"run.timeout_s={self.timeout_s} must be above 0 and at most {LONGEST_S}, 30 days"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
@@ -78,6 +90,14 @@ class CompareConfig:
     """Samples per micro-batch of the plain split, padded to the longest, in order of arrival."""
     repeats: int = 3
     """Measured steps of each; they alternate, and medians are reported."""
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "repeats"):
+            check_positive(f"compare.{name}", getattr(self, name))
+        if self.repeats > MOST_REPEATS:
+            raise ValueError(
+                f"compare.repeats={self.repeats} must be at most {MOST_REPEATS}: a median needs few"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Plain values and no heavy import, so that a wrong one is reported before anythin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import lcm
@@ -13,6 +14,7 @@ from typing import Any
 
 from megatron_batching.megatron.environment import LaunchEnvironment
 from megatron_batching.plan import BatchingOptions, Layout
+from megatron_batching.plan.layout import MOST, check_positive
 from megatron_batching.plan.stages import Stage, pipeline_stages
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -66,6 +68,9 @@ class ModelConfig:
     it says otherwise."""
 
     def __post_init__(self) -> None:
+        sizes = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        for name in (*sizes, "max_sequence_length"):
+            check_positive(f"model.{name}", getattr(self, name))
         if self.precision not in PRECISIONS:
             raise ValueError(
                 f"model.precision={self.precision!r} is not one of {', '.join(PRECISIONS)}"
@@ -92,9 +97,6 @@ class ModelConfig:
                 f"model.rope_scaling_factor={self.rope_scaling_factor} has no effect without "
                 "model.rope_scaling; set that to true"
             )
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +126,26 @@ class OptimizerSettings:
     initial_loss_scale for fp16."""
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"optimizer.lr={self.lr} must be above 0")
-        if self.clip_grad < 0:
-            raise ValueError(f"optimizer.clip_grad={self.clip_grad} must be 0 (off) or above")
+        for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
+            if not 0 <= getattr(self, name) < math.inf:
+                off = " (off)" if name == "clip_grad" else ""
+                raise ValueError(
+                    f"optimizer.{name}={getattr(self, name)} must be 0{off} or above, and finite"
+                )
+        if not self.min_lr <= self.lr or self.lr == 0:
+            raise ValueError(
+                f"optimizer.lr={self.lr} must be above 0, and at least optimizer.min_lr="
+                f"{self.min_lr}"
+            )
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"optimizer.{name}={getattr(self, name)} must be at least 0 and below 1"
+                )
+        for name in ("lr_warmup_steps", "lr_decay_steps"):
+            steps = getattr(self, name)
+            if steps is not None and not 0 <= steps <= MOST:
+                raise ValueError(f"optimizer.{name}={steps} must be from 0 to 2^40")
         if self.lr_decay_style not in LR_DECAY_STYLES:
             raise ValueError(
                 f"optimizer.lr_decay_style={self.lr_decay_style!r} is not one of "
