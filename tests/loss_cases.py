@@ -44,8 +44,11 @@ def planned_steps(
     masked_share: tuple[int, int] | None = None,
     expert_shares: str = "micro_batch",
     loss_scale: float = 1.0,
+    split: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Forward and backward of every batching and mode; errors against the reference.
+
+    `split` says how layers are split over the stages, by Megatron's names.
 
     Returns:
         One dict a case: batching, mode, counts and num_dummies of the plan, and the largest
@@ -58,7 +61,7 @@ def planned_steps(
         for mode in modes
     }
     placement = initialize(Layout(**layout), device="cpu")
-    model = build(kind, precision, per_token, num_layers, placement)
+    model = build(kind, precision, per_token, num_layers, placement, split)
     if loss_scale != 1:
         model.config.grad_scale_func = lambda x: x * loss_scale
     results = []

@@ -91,10 +91,16 @@ def num_layers_of(layout: dict[str, Any]) -> int:
 
 
 def build(
-    kind: str, precision: str, per_token: bool, num_layers: int, placement: Any
+    kind: str,
+    precision: str,
+    per_token: bool,
+    num_layers: int,
+    placement: Any,
+    split: dict[str, Any] | None = None,
 ) -> PipelineModel:
     """This rank's chunks; gradients are kept in the model's own precision."""
     config = model_config(kind, precision, per_token, num_layers)
+    config.transformer.update(split or {})
     if kind.startswith("moe") and placement.layout.tp > 1:
         # Megatron trains experts on tensor-parallel ranks in no other way.
         config.transformer["sequence_parallel"] = True

@@ -187,11 +187,26 @@ def test_without_the_extra_pass_only_the_balancing_loss_depends_on_the_cut(
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
-@pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"dp": 2}], ids=loss_table.name_of)
-def test_mtp_losses_do_not_depend_on_the_cut(pools: Any, layout: Any, per_token: bool) -> None:
+@pytest.mark.parametrize(
+    ("layout", "written"),
+    [
+        ({}, None),
+        ({"pp": 2}, None),
+        ({"dp": 2}, None),
+        ({"pp": 2, "vpp": 2}, "Ettt|t||mL"),
+        # Behind stages of their own the MTP layers' hidden states go on beside the main ones.
+        ({"pp": 4}, "Ett|tt|m|L"),
+        ({"pp": 2}, "Ettttm|L"),
+    ],
+    ids=["pp1", "pp2", "dp2", "with the loss", "alone", "with the embedding"],
+)
+def test_mtp_losses_do_not_depend_on_the_cut(
+    pools: Any, layout: Any, written: str | None, per_token: bool
+) -> None:
     check(
         pools,
         loss_table.GOALS["fp32"],
+        split={"pipeline_model_parallel_layout": written},
         layout=layout,
         batchings=PADDED,
         modes=("token-mean", "seq-mean-token-sum"),

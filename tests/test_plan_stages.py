@@ -89,6 +89,7 @@ PP2, PP4, VPP2 = Layout(pp=2), Layout(pp=4), Layout(pp=2, vpp=2)
         (2, PP2, {LAYOUT: "Etm|tL", "mtp_num_layers": 1}, "put m behind all t"),
         (2, PP2, {LAYOUT: "Ettm|mL", "mtp_num_layers": 2}, r"in stages \[0, 1\]; put all into one"),
         (2, VPP2, {LAYOUT: "Ett|m||L", "mtp_num_layers": 1}, "last chunk of a rank alone"),
+        (2, VPP2, {LAYOUT: "Ett||m|L", "mtp_num_layers": 1}, "into one of the last 1 stages"),
         (2, PP2, {LAYOUT: "Et|xL"}, "'x' is not a stage entry; write E"),
         (2, PP2, {LAYOUT: "Et| tL"}, "' ' is not a stage entry"),
         (2, PP2, {LAYOUT: "E(t|t)L"}, r"'\(' is not a stage entry"),

@@ -20,10 +20,12 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_batching.megatron.config import ROTARY, ModelConfig, stages_of
+from megatron_batching.megatron.embedding_group import embedding_group
 from megatron_batching.megatron.experts import (
     check_experts,
     check_named,
@@ -37,7 +39,7 @@ from megatron_batching.megatron.options import check_options, config_class, from
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.value_head import ValueHead
 from megatron_batching.plan import Layout
-from megatron_batching.plan.stages import ENDS
+from megatron_batching.plan.stages import ENDS, Stage, pipeline_stages
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,12 +53,19 @@ class PipelineModel:
         chunks: one DDP-wrapped module per virtual stage of this rank.
         placement: where this process stands.
         uses_transformer_engine: whether attention takes `PackedSeqParams`.
+        embedding_group: see `megatron_batching.megatron.embedding_group`.
     """
 
     config: TransformerConfig
     chunks: list[DistributedDataParallel]
     placement: Placement
     uses_transformer_engine: bool
+    embedding_group: torch.distributed.ProcessGroup | None = None
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What each virtual stage of the whole model holds."""
+        return pipeline_stages(self.config, self.placement.layout)
 
     @property
     def gpts(self) -> list[GPTModel]:
@@ -92,7 +101,14 @@ def has_transformer_engine() -> bool:
 
 def check_model(model: ModelConfig, layout: Layout) -> None:
     """Raise ValueError unless Megatron can build the model in this layout."""
-    stages_of(model, layout)
+    stages = stages_of(model, layout)
+    if model.position_embedding == "learned_absolute" and any(
+        stage.mtp_layers and not stage.has_embedding for stage in stages
+    ):
+        raise ValueError(
+            "model.position_embedding=learned_absolute with MTP layers on another pipeline stage "
+            "than the embedding: Megatron trains their two copies of the positions apart; use rope"
+        )
     if model.num_attention_heads % layout.tp:
         raise ValueError(
             f"model.num_attention_heads={model.num_attention_heads} does not divide by "
@@ -153,6 +169,11 @@ def build_model(
     )
     config = _transformer_config(model, placement, use_te=use_te)
     ddp = ddp or DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **model.ddp})
+    copies = embedding_group(stages_of(model, layout), placement, is_tied=model.tie_embeddings)
+    groups = None
+    if copies is not None:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups.embd = copies
     chunks = []
     for chunk in range(layout.vpp):
         vp_stage = chunk if layout.vpp > 1 else None
@@ -167,6 +188,7 @@ def build_model(
             position_embedding_type=model.position_embedding,
             **{name: getattr(model, name) for name in ROTARY},
             share_embeddings_and_output_weights=model.tie_embeddings,
+            pg_collection=groups,
             vp_stage=vp_stage,
         )
         if value_head and gpt.post_process:
@@ -179,7 +201,11 @@ def build_model(
         # too late for a bucketed reduction to overlap with anything.
         chunks.append(DistributedDataParallel(config, ddp, module, disable_bucketing=chunk > 0))
     result = PipelineModel(
-        config=config, chunks=chunks, placement=placement, uses_transformer_engine=use_te
+        config=config,
+        chunks=chunks,
+        placement=placement,
+        uses_transformer_engine=use_te,
+        embedding_group=copies,
     )
     if ddp.overlap_grad_reduce:
         config.no_sync_func = [c.no_sync for c in chunks] if layout.vpp > 1 else chunks[0].no_sync

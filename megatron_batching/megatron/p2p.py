@@ -123,6 +123,8 @@ class PlannedP2PCommunicator(PipelineCommunicator):
         schedule: the op order that Megatron is about to run.
         shapes: [s, b, h] of each micro-batch in execution order, as this rank sends and
             receives it, see `pipeline_shapes`.
+        hidden_states: [S] how many hidden states each virtual stage sends on for a token; they
+            stand behind one another along s. One each if not given.
     """
 
     def __init__(
@@ -132,11 +134,12 @@ class PlannedP2PCommunicator(PipelineCommunicator):
         *,
         schedule: PipelineSchedule,
         shapes: Sequence[Shape],
+        hidden_states: Sequence[int] | None = None,
     ) -> None:
         super().__init__(pp_group, config)
         assert len(shapes) == schedule.num_micro_batches
         assert pp_group.size() == schedule.pp
-        self._planned = planned_transfers(schedule, pp_group.rank(), shapes)
+        self._planned = planned_transfers(schedule, pp_group.rank(), shapes, hidden_states)
 
     def _must_split(self) -> bool:
         return self.config.batch_p2p_comm and self.pp_group.size() == 2
@@ -224,9 +227,12 @@ class PlannedTransfers(NamedTuple):
 
 
 def planned_transfers(
-    schedule: PipelineSchedule, pp_rank: int, shapes: Sequence[Shape]
+    schedule: PipelineSchedule,
+    pp_rank: int,
+    shapes: Sequence[Shape],
+    hidden_states: Sequence[int] | None = None,
 ) -> PlannedTransfers:
-    """The transfers of a rank, named by this rank's own op.
+    """The transfers of a rank, named by this rank's own op; arguments as for the communicator.
 
     >>> schedule = PipelineSchedule(pp=2, num_micro_batches=2)
     >>> planned = planned_transfers(schedule, 0, [(5, 1, 8), (3, 1, 8)])
@@ -237,6 +243,7 @@ def planned_transfers(
     """
     planned = PlannedTransfers(deque(), deque(), deque(), deque())
     last_stage = schedule.num_virtual_stages - 1
+    states = hidden_states or [1] * schedule.num_virtual_stages
     for op in schedule.ops(pp_rank):
         stage = op.chunk * schedule.pp + pp_rank
         before, after = (
@@ -244,11 +251,11 @@ def planned_transfers(
             if op.kind == "F"
             else (planned.send_prev, planned.recv_next)
         )
-        transfer = Transfer(op, shapes[op.micro_batch])
+        s, b, h = shapes[op.micro_batch]
         if stage > 0:
-            before.append(transfer)
+            before.append(Transfer(op, (s * states[stage - 1], b, h)))
         if stage < last_stage:
-            after.append(transfer)
+            after.append(Transfer(op, (s * states[stage], b, h)))
     return planned
 
 

@@ -33,6 +33,7 @@ from megatron_batching.megatron.p2p import (
     pipeline_shapes,
 )
 from megatron_batching.megatron.recorder import StepRecorder
+from megatron_batching.plan.stages import hidden_states_after
 from megatron_batching.schedules import PipelineSchedule
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Any, Callable[[Any], Any]]]
@@ -86,7 +87,7 @@ def run_schedule(
         communicator = _communicator(
             model, schedule, shapes, planned_shapes=planned_shapes, check_shapes=check_shapes
         )
-        extra = {"p2p_communicator": communicator, "pg_collection": _process_groups()}
+        extra = {"p2p_communicator": communicator, "pg_collection": _process_groups(model)}
     elif layout.pp > 1 and planned_shapes:
         _warn_about_exchange()
     planned_shapes = isinstance(communicator, PlannedP2PCommunicator)
@@ -150,6 +151,7 @@ def _communicator(
             cp=layout.cp,
             sequence_parallel=config.sequence_parallel,
         ),
+        hidden_states=hidden_states_after(model.stages),
     )
 
 
@@ -161,8 +163,11 @@ def _warn_about_exchange() -> None:
     )
 
 
-def _process_groups() -> ProcessGroupCollection:
+def _process_groups(model: PipelineModel) -> ProcessGroupCollection:
     known = {f.name for f in fields(ProcessGroupCollection)}
-    return ProcessGroupCollection.use_mpu_process_groups(
+    groups = ProcessGroupCollection.use_mpu_process_groups(
         required_pgs=[name for name in _GROUPS if name in known]
     )
+    if model.embedding_group is not None:
+        groups.embd = model.embedding_group
+    return groups

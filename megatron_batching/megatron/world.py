@@ -12,6 +12,7 @@ import atexit
 import datetime
 import gc
 import sys
+from collections.abc import Sequence
 from multiprocessing import current_process
 from typing import Any
 
@@ -33,6 +34,7 @@ class World:
         self._address: tuple[str, int] | None = None
         self._openings = 0
         self._groups: list[dist.ProcessGroup] = []
+        self._timeout_s = 0.0
         self._owns_group = False
         self._hooks = sys.excepthook, sys.excepthook
         self._failed = False
@@ -123,9 +125,20 @@ class World:
 
     def adopt_groups(self, before: list[dist.ProcessGroup], timeout_s: float) -> None:
         """Take over the groups that Megatron has made since `before`: their limit and their end."""
+        self._timeout_s = timeout_s
         made = [group for group in process_groups() if group not in before]
         _limit(made, timeout_s)
         self._groups.extend(made)
+
+    def join_group(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """Make groups that no rank is in twice; the one that this rank is in, if any.
+
+        All ranks call it together. Limit and end are those of Megatron's own groups.
+        """
+        before = process_groups()
+        own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+        self.adopt_groups(before, self._timeout_s)
+        return own
 
     def drop_parallel_state(self) -> None:
         """Forget Megatron's groups and close them.

@@ -8,9 +8,10 @@ cost model and the command line all ask this one function; tests compare it with
 `get_num_layers_to_build` and layer offsets.
 
 Source: megatron-core 0.16.1 and 0.19.2, `TransformerConfig.__post_init__`,
-`transformer_block.get_num_layers_to_build` and `pipeline_parallel_layer_layout`. Two things that
+`transformer_block.get_num_layers_to_build` and `pipeline_parallel_layer_layout`. Three things that
 Megatron lets pass are refused: more layers on the first and last rank than there are, and both of
-these options with pp 1; it would build a model with layers missing.
+these options with pp 1, which build a model with layers missing; and with vpp > 1 MTP layers on the
+first rank, whose two copies of the embedding it would train apart.
 """
 
 from __future__ import annotations
@@ -97,6 +98,18 @@ def are_equal(stages: Sequence[Stage]) -> bool:
     """Whether all virtual stages have as many layers, which is what is assumed of a model that
     nothing is known of."""
     return len({stage.decoder_layers for stage in stages}) == 1
+
+
+def hidden_states_after(stages: Sequence[Stage]) -> tuple[int, ...]:
+    """How many hidden states each stage sends on for a token.
+
+    One, and behind MTP layers one more for each of these: their losses are computed together with
+    the main one, on the stage that has the LM head.
+
+    >>> hidden_states_after(stages_of_layers([2, 2], mtp_layers=1))
+    (1, 2)
+    """
+    return tuple(1 + sum(stage.mtp_layers for stage in stages[: i + 1]) for i in range(len(stages)))
 
 
 def _layers_at_end(config: Any, name: str) -> int | None:
@@ -229,10 +242,11 @@ def _check_mtp(said: str, layout: Layout, parts: Sequence[Sequence[str]], mtp_la
     holders = [number for number, stage in enumerate(parts) if "mtp" in stage]
     if len(holders) > 1:
         raise ValueError(f"{said} has MTP layers (m) in stages {holders}; put all into one stage")
-    if holders[0] < len(parts) - layout.pp:
+    if holders[0] < len(parts) - layout.pp + (layout.vpp > 1):
         raise ValueError(
             f"{said} has MTP layers (m) in stage {holders[0]}; Megatron takes them in the last "
-            f"chunk of a rank alone: the last {layout.pp} stages"
+            "chunk of a rank alone and, with vpp > 1, not on the first rank: put m into one of "
+            f"the last {layout.pp - (layout.vpp > 1)} stages"
         )
 
 
