@@ -170,27 +170,9 @@ def build_model(
     config = _transformer_config(model, placement, use_te=use_te)
     ddp = ddp or DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **model.ddp})
     copies = embedding_group(stages_of(model, layout), placement, is_tied=model.tie_embeddings)
-    groups = None
-    if copies is not None:
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        groups.embd = copies
     chunks = []
     for chunk in range(layout.vpp):
-        vp_stage = chunk if layout.vpp > 1 else None
-        gpt = GPTModel(
-            config=config,
-            transformer_layer_spec=decoder_spec(config, use_te=use_te, vp_stage=vp_stage),
-            mtp_block_spec=mtp_spec(config, use_te=use_te, vp_stage=vp_stage),
-            vocab_size=model.vocab_size,
-            max_sequence_length=model.max_sequence_length,
-            pre_process=placement.pp_rank == 0 and chunk == 0,
-            post_process=placement.is_last_stage and chunk == layout.vpp - 1,
-            position_embedding_type=model.position_embedding,
-            **{name: getattr(model, name) for name in ROTARY},
-            share_embeddings_and_output_weights=model.tie_embeddings,
-            pg_collection=groups,
-            vp_stage=vp_stage,
-        )
+        gpt = _gpt(model, placement, config, chunk, use_te=use_te, copies=copies)
         if value_head and gpt.post_process:
             gpt.output_layer = ValueHead(config)
         if placement.device.type == "cuda":
@@ -214,6 +196,38 @@ def build_model(
     check_named(result)
     initialize_weights(result, seed)
     return result
+
+
+def _gpt(
+    model: ModelConfig,
+    placement: Placement,
+    config: TransformerConfig,
+    chunk: int,
+    *,
+    use_te: bool,
+    copies: torch.distributed.ProcessGroup | None,
+) -> GPTModel:
+    """One chunk of this rank as Megatron builds it; copies: see `embedding_group`."""
+    layout = placement.layout
+    vp_stage = chunk if layout.vpp > 1 else None
+    groups = None
+    if copies is not None:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups.embd = copies
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=decoder_spec(config, use_te=use_te, vp_stage=vp_stage),
+        mtp_block_spec=mtp_spec(config, use_te=use_te, vp_stage=vp_stage),
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_sequence_length,
+        pre_process=placement.pp_rank == 0 and chunk == 0,
+        post_process=placement.is_last_stage and chunk == layout.vpp - 1,
+        position_embedding_type=model.position_embedding,
+        **{name: getattr(model, name) for name in ROTARY},
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        pg_collection=groups,
+        vp_stage=vp_stage,
+    )
 
 
 def _transformer_config(
