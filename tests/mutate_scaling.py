@@ -24,11 +24,13 @@ AGGREGATION = "megatron_batching/loss/aggregation.py"
 STEP = "megatron_batching/engine/step_loss.py"
 COLLATE = "megatron_batching/data/collate.py"
 SHARES = "megatron_batching/megatron/auxiliary.py"
+EXPERTS = "megatron_batching/megatron/experts.py"
 TESTS = (
     "tests/test_loss_multiproc.py",
+    "tests/test_experts_multiproc.py",
     "-k",
     "test_fp64 and dp2 or shares and cp2 and not dp2 or moe and dp2 or balancing and parallelism "
-    "or mtp and dp2 or replica",
+    "or mtp and dp2 or replica or on_two_ranks and two-value",
 )
 
 # name: (file, text, replacement); what is broken is one factor, one count or one group.
@@ -66,6 +68,16 @@ MUTANTS = {
         STEP,
         "mtp = mtp_tokens / self.mtp_tokens",
         "mtp = 1.0 / self.scaling.num_micro_batches",
+    ),
+    "group of experts' gradients": (
+        EXPERTS,
+        "parameter.allreduce = False",
+        "parameter.allreduce = True",
+    ),
+    "tokens of z-losses": (
+        SHARES,
+        "weight = held.clamp(min=1) * router.tp_cp_group.size() / total.clamp(min=1)",
+        "weight = 1.0",
     ),
     "expert shares of the micro-batch": (
         SHARES,

@@ -11,7 +11,7 @@ micro-batches, which here is each replica's own.
 
 What needs more of a micro-batch than its forward pass keeps verl's own path, and one warning says
 so: dynamic context parallelism, router replay and router losses, multi-token prediction, top-k
-distillation, and batches that are not jagged.
+distillation, biases of experts, and batches that are not jagged.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class PlannedBatches:
         def given(name: str, default: Any = None) -> Any:
             return tu.get_non_tensor_data(data, key=name, default=default)
 
-        limits = batching_limits(
+        limits: dict[str, Any] = batching_limits(
             use_dynamic_bsz=given("use_dynamic_bsz", True),
             max_token_len_per_gpu=given("max_token_len_per_gpu"),
             micro_batch_size_per_gpu=given("micro_batch_size_per_gpu"),
@@ -220,7 +220,6 @@ class PlannedBatches:
             balance=settings.balance,
             min_num_micro_batches=settings.min_num_micro_batches,
             max_num_micro_batches=settings.max_num_micro_batches,
-            same_count=config.expert_model_parallel_size > 1,
             method=settings.method,
             search_budget=settings.search_budget,
             forward_only=forward_only,
@@ -237,6 +236,8 @@ class PlannedBatches:
         """Why a batch cannot be planned here, if so."""
         if not forward_only and _has_router_losses(self.tf_config):
             return "router losses are averaged over micro-batches, dummies among them"
+        if not forward_only and getattr(self.tf_config, "moe_router_enable_expert_bias", False):
+            return "the bias of experts counts tokens of every micro-batch, dummies among them"
         if self.engine_config.dynamic_context_parallel:
             return "dynamic_context_parallel cuts the batch itself"
         if self.enable_routing_replay:
@@ -274,6 +275,8 @@ class PlannedBatches:
             dp=parallel_state.get_data_parallel_world_size(),
             tp=parallel_state.get_tensor_model_parallel_world_size(),
             cp=parallel_state.get_context_parallel_world_size(),
+            ep=parallel_state.get_expert_model_parallel_world_size(),
+            etp=parallel_state.get_expert_tensor_parallel_world_size(),
             group=self.settings.group if vpp > 1 else None,
         )
         return Placement(
@@ -284,6 +287,8 @@ class PlannedBatches:
             dp_rank=parallel_state.get_data_parallel_rank(),
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             cp_rank=parallel_state.get_context_parallel_rank(),
+            ep_rank=parallel_state.get_expert_model_parallel_rank(),
+            etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         )
 
     @property

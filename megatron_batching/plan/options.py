@@ -57,7 +57,7 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
     max_num_micro_batches: int | None = None
     """Most micro-batches of a replica, dummies included."""
     same_count: bool = False
-    """Every replica gets the same number of micro-batches (needed with expert parallelism)."""
+    """Every replica gets the same number of micro-batches; those that share experts do anyway."""
     method: str = "search"
     """`search`, or `baseline`: what other systems do, made legal."""
     search_budget: int | None = None
