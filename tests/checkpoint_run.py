@@ -64,6 +64,5 @@ def main(
     shut_down()
 
 
-# Megatron's writer spawns a process that imports this file again.
 if __name__ == "__main__":
     main(**json.loads(sys.argv[1]))

@@ -107,6 +107,7 @@ class PipelineEngine(Engine):
         self._failure: Exception | None = None
         self.messages: MessageLog | None = None
         """Set it to have the messages of each step recorded; see `megatron.recorder`."""
+        self._failed_load: RuntimeError | None = None
         self.check_shapes = check_shapes
         self._shape_buckets = shape_buckets
         self.infer_batching = infer_batching or batching
@@ -296,7 +297,14 @@ class PipelineEngine(Engine):
         save_checkpoint(path, self.model, self.optimizer, self.lr_schedule)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        load_checkpoint(path, self.model, self.optimizer, self.lr_schedule)
+        self._require_no_failed_step()
+        try:
+            load_checkpoint(path, self.model, self.optimizer, self.lr_schedule)
+        except RuntimeError as error:
+            self._failed_load = error
+            raise
+        self._failed_load = None
+        self.optimizer_zero_grad()
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         return whole_parameters(self.model)
@@ -347,6 +355,13 @@ class PipelineEngine(Engine):
     def _aligned(self, options: BatchingOptions) -> BatchingOptions:
         return aligned_batching(options, self.placement.layout, vars(self.model.config))
 
+    def _require_no_failed_step(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"an earlier step ended midway ({self._failure}), and its messages may still be "
+                "under way: start the processes anew and go on from the last checkpoint"
+            )
+
     @property
     def step_settings(self) -> StepSettings:
         """What is the same for all steps."""
@@ -369,11 +384,9 @@ class PipelineEngine(Engine):
         objective: Objective | None = None,
         collect: Collect | None = None,
     ) -> StepReport:
-        if self._failure is not None:
-            raise RuntimeError(
-                f"an earlier step ended midway ({self._failure}), and its messages may still be "
-                "under way: start the processes anew and go on from the last checkpoint"
-            )
+        self._require_no_failed_step()
+        if self._failed_load is not None:
+            raise RuntimeError(f"no step after a load that failed: {self._failed_load}")
 
         def choose_plan() -> MicroBatchPlan:
             if given is None:

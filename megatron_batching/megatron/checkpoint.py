@@ -4,9 +4,15 @@ Weights and optimizer states are saved as shards of global tensors, so another p
 finds its own shards in them. What is not a tensor of the model (schedule, layout, the step) is
 saved once. Random states belong to a rank of one layout and are taken up only in that layout.
 
-Megatron's writer hangs for ever, rather than fail, where `psutil` is missing: its helper dies
-and the parent waits. So that is checked first. The helper is a spawned process, which also means
-that a script that saves needs an `if __name__ == "__main__"` guard.
+Each rank writes its shards itself, with torch's own writer. Megatron's default (0.16.1, 0.19.2) is
+made for saving in the background: it spawns a process that imports the script anew, so that a
+script without an `if __name__ == "__main__"` guard starts over inside it, and forks one for every
+file, which hangs where `psutil` is missing. The bytes are the same; saving in the background is
+given up.
+
+Optimizer states are filled in with zeros where there are none, as before the first step, and
+loading begins from such a state. So it makes no difference whether either engine has stepped
+before. What can be refused is refused before anything is touched.
 
 A checkpoint is written into a folder beside its own and renamed when all ranks are done, so a full
 disk or a lost rank leaves no half of one under its name. A list of its files and their sizes goes
@@ -18,7 +24,6 @@ torch's metadata file is a pickle, so it is first read by an unpickler that know
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import pickle
@@ -34,15 +39,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_batching.megatron.model import PipelineModel
+from megatron_batching.megatron.optimizer import clear_states, fill_states, load_states
 from megatron_batching.schedules.files import entry, one_line, read_json, write_text
 
 _FILES = "files.json"
 _PATIENCE_S = 3.0  # of a rank that does not know the cause, before it speaks
+# How the distributed optimizer's shards are named: by parameter, so that any layout finds them.
+_BY_PARAMETER = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _HARMLESS = {
     ("torch", "Size"),
@@ -68,10 +88,9 @@ def save_checkpoint(
         lr_schedule: Megatron's.
 
     Raises:
-        ValueError: the directory holds something, or psutil is missing.
+        ValueError: the directory holds something.
         OSError: a file could not be written, as on a full disk; on every rank.
     """
-    _check_psutil()
     path = Path(path)
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"checkpoint directory {path} is not empty; name another or clear it")
@@ -82,12 +101,13 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)  # of a save that did not end
         partial.mkdir(parents=True)
     dist.barrier()
+    fill_states(optimizer)
     state = _state(model, optimizer, is_loading=False)
     state["lr_schedule"] = lr_schedule.state_dict()
     state["layout"] = _layout(model)
     state["rng"] = _rng(model)
     try:
-        dist_checkpointing.save(state, str(partial))
+        dist_checkpointing.save(state, str(partial), sharded_strategy=_WrittenHere("torch_dist", 1))
     except (Exception, CheckpointException) as error:  # which is no Exception
         found = re.search(r"\[Errno \d+\][^\n]*", "".join(traceback.format_exception(error)))
         if found is None:  # Megatron tells some ranks only that another one failed
@@ -109,30 +129,63 @@ def load_checkpoint(
 ) -> None:
     """Read what `save_checkpoint` wrote, in this or another layout; all ranks call it.
 
+    Weights, optimizer, schedule and loss scale are afterwards those that were saved, whatever was
+    there before; so are random states, where the layout is the same. Gradients are left alone.
+
     Raises:
-        ValueError: no checkpoint is there, a file of it is missing or was cut short, or its
-            metadata asks for code that no checkpoint needs.
+        ValueError: no checkpoint is there, a file of it is missing or was cut short, its metadata
+            asks for code that no checkpoint needs, or it holds another model; on every rank, and
+            nothing was touched.
+        RuntimeError: reading failed midway; the model is not to be used before another load.
     """
     path = Path(path)
+    check_checkpoint(path, model)
+    try:
+        with _tensors_only():
+            _load(path, model, optimizer, lr_schedule)
+    except (Exception, CheckpointException) as error:  # which is no Exception
+        raise RuntimeError(
+            f"checkpoint {path} could not be loaded to its end: {one_line(error)}; weights may be "
+            "of both: load another one, or build the model anew"
+        ) from error
+
+
+def _load(path: Path, model: PipelineModel, optimizer: Any, lr_schedule: Any) -> None:
+    saved = dist_checkpointing.load_common_state_dict(str(path))
+    clear_states(optimizer)
+    fill_states(optimizer)
+    state = _state(model, optimizer, is_loading=True)
+    same_layout = saved["layout"] == _layout(model)
+    if same_layout:
+        state["rng"] = _rng(model)
+    loaded = dist_checkpointing.load(state, str(path), strict=StrictHandling.LOG_UNEXPECTED)
+    for i, gpt in enumerate(model.gpts):
+        gpt.load_state_dict(loaded[f"model{i}"])
+    load_states(optimizer, loaded["optimizer"])
+    lr_schedule.num_steps = 0  # Megatron's schedule adds what was saved to it
+    lr_schedule.load_state_dict(saved["lr_schedule"])
+    if same_layout:
+        _restore_rng(loaded["rng"])
+
+
+def check_checkpoint(path: Path, model: PipelineModel) -> None:
+    """Raise the same ValueError on every rank unless a directory holds this model, whole."""
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         raise ValueError(f"{path} holds no checkpoint of Megatron's distributed format")
     check_files(path)
-    check_metadata(path / ".metadata")
-    with _tensors_only():
-        saved = dist_checkpointing.load_common_state_dict(str(path))
-        state = _state(model, optimizer, is_loading=True)
-        same_layout = saved["layout"] == _layout(model)
-        if same_layout:
-            state["rng"] = _rng(model)
-        loaded = dist_checkpointing.load(state, str(path), strict=StrictHandling.LOG_UNEXPECTED)
-    for i, gpt in enumerate(model.gpts):
-        gpt.load_state_dict(loaded[f"model{i}"])
-    optimizer.load_state_dict(loaded["optimizer"])
-    lr_schedule.load_state_dict(saved["lr_schedule"])
-    if same_layout:
-        rng = loaded["rng"]
-        torch.set_rng_state(rng["torch"])
-        tensor_parallel.get_cuda_rng_tracker().set_states(rng["model_parallel"])
+    metadata = check_metadata(path / ".metadata").state_dict_metadata
+    wrong = ""
+    for shard in nested_values(_weights(model)):
+        if isinstance(shard, ShardedTensor) and not wrong:
+            held, wanted = metadata.get(shard.key), tuple(shard.global_shape)
+            shape = tuple(held.size) if isinstance(held, TensorStorageMetadata) else None
+            if shape != wanted:
+                wrong = f"{shard.key} is {shape or 'not in it'}, the model wants {wanted}"
+    everyone: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, wrong)
+    found = next(filter(None, everyone), None)
+    if found is not None:
+        raise ValueError(f"checkpoint {path} holds another model: {found}")
 
 
 def check_files(path: Path) -> None:
@@ -153,11 +206,11 @@ def check_files(path: Path) -> None:
             )
 
 
-def check_metadata(path: Path) -> None:
-    """Raise ValueError if the metadata, a pickle that torch loads as it is, names foreign code."""
+def check_metadata(path: Path) -> Metadata:
+    """Read the metadata, which is a pickle; ValueError if it names code that it does not need."""
     try:
         with path.open("rb") as file:
-            _Metadata(file).load()
+            return _Metadata(file).load()
     except ValueError:
         raise
     except Exception as error:
@@ -191,12 +244,36 @@ def _tensors_only() -> Iterator[None]:
             os.environ[_FORCE] = before
 
 
+class _Writer(torch_checkpoint.FileSystemWriter):
+    """Torch's writer, which would note the folder that is renamed afterwards."""
+
+    def storage_meta(self) -> None:
+        """Nothing: a reader does not need it."""
+
+
+class _WrittenHere(TorchDistSaveShardedStrategy):
+    """Megatron's format, written by this process itself, one file a rank."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        """Write this rank's shards; all ranks call it, and raise if any fails."""
+        shards, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(shards, False),
+            storage_writer=_Writer(checkpoint_dir),
+            planner=MCoreSavePlanner(flatten_state_dict=False),
+        )
+
+
+def _weights(model: PipelineModel) -> dict[str, Any]:
+    return {f"model{i}": gpt.sharded_state_dict() for i, gpt in enumerate(model.gpts)}
+
+
 def _state(model: PipelineModel, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     """Shards of weights and optimizer states that this rank holds, under their global names."""
-    state: dict[str, Any] = {
-        f"model{i}": gpt.sharded_state_dict() for i, gpt in enumerate(model.gpts)
-    }
-    state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading)
+    state = _weights(model)
+    state["optimizer"] = optimizer.sharded_state_dict(
+        dict(state), is_loading=is_loading, metadata=dict(_BY_PARAMETER)
+    )
     return state
 
 
@@ -206,16 +283,17 @@ def _layout(model: PipelineModel) -> dict[str, Any]:
 
 def _rng(model: PipelineModel) -> ShardedObject:
     """One random state for each rank; replicas have their own."""
-    placement = model.placement
     states = {
         "torch": torch.get_rng_state(),
         "model_parallel": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    return ShardedObject("rng", states, (dist.get_world_size(),), (placement.rank,))
+    if model.placement.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return ShardedObject("rng", states, (dist.get_world_size(),), (model.placement.rank,))
 
 
-def _check_psutil() -> None:
-    if importlib.util.find_spec("psutil") is None:
-        raise ValueError(
-            "saving needs psutil, without which Megatron's writer hangs; pip install psutil"
-        )
+def _restore_rng(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["model_parallel"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

@@ -84,7 +84,7 @@ def gradient_norm(optimizer: Any) -> float:
     grow: right once a step. So where there is a loss scale, gradients are looked at as they are and
     the norm is divided.
     """
-    for one in _chain(optimizer):
+    for one in chain(optimizer):
         if getattr(one, "grad_scaler", None) is None:
             one.prepare_grads()
         elif not one.is_stub_optimizer:
@@ -109,10 +109,11 @@ def step(optimizer: Any) -> tuple[bool, float]:
 
 def has_loss_scale(optimizer: Any) -> bool:
     """Whether the optimizer divides gradients by a loss scale."""
-    return any(getattr(one, "grad_scaler", None) is not None for one in _chain(optimizer))
+    return any(getattr(one, "grad_scaler", None) is not None for one in chain(optimizer))
 
 
-def _chain(optimizer: Any) -> list[Any]:
+def chain(optimizer: Any) -> list[Any]:
+    """The optimizers that Megatron's consists of: experts laid out by themselves have their own."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -136,6 +137,63 @@ def build_lr_schedule(settings: OptimizerSettings, optimizer: Any) -> OptimizerP
     )
 
 
+def clear_states(optimizer: Any) -> None:
+    """Forget moments and step counts."""
+    for one in chain(optimizer):
+        if one.optimizer is not None:
+            one.optimizer.state.clear()
+
+
+@torch.no_grad()
+def fill_states(optimizer: Any) -> None:
+    """Give every parameter that has no state yet the one that its first step begins from.
+
+    Torch's optimizers make states in the first step. Megatron's checkpoints (0.16.1, 0.19.2) name
+    what a state holds by what is there: without, nothing is saved, or an assertion fails.
+    """
+    for one in chain(optimizer):
+        if one.init_state_fn is None:  # of SGD; loading calls it all the same
+            one.init_state_fn = _nothing
+        if one.optimizer is None:
+            continue
+        one.init_state_fn(one.optimizer, one.config)
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(one.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+                    one.optimizer.state[parameter].setdefault("step", torch.zeros(()))
+                elif isinstance(one.optimizer, torch.optim.SGD) and group["momentum"]:
+                    state = one.optimizer.state[parameter]
+                    if state.get("momentum_buffer") is None:
+                        state["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+@torch.no_grad()
+def load_states(optimizer: Any, saved: Any) -> None:
+    """Take up what was loaded into the optimizer's sharded state dict.
+
+    Two things go wrong in Megatron (0.16.1, 0.19.2) where Adam is torch's, which keeps a count of
+    steps in each state. The distributed optimizer looks for that count among the shards, where it
+    is not; so shards are read with the counts put aside. And all states are given one tensor,
+    which a step would advance once for each.
+    """
+    optimizers = chain(optimizer)
+    parts = [saved] if len(optimizers) == 1 else [saved[i] for i in range(len(optimizers))]
+    shards = [part.pop("param_state", None) for part in parts]
+    optimizer.load_state_dict(saved)
+    for one, of_one in zip(optimizers, shards, strict=True):
+        states = [] if one.optimizer is None else list(one.optimizer.state.values())
+        steps = [state.pop("step", None) for state in states]
+        if of_one is not None:
+            one.load_parameter_state_from_fully_reshardable(of_one)
+        for state, step in zip(states, steps, strict=True):
+            if step is not None:
+                state["step"] = step.clone() if torch.is_tensor(step) else step
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
 @torch.no_grad()
 def move(
     model: PipelineModel, optimizer: Any, device: torch.device, *, weights: bool, states: bool
@@ -156,6 +214,6 @@ def move(
                     for parameter in buffer.params:
                         parameter.data = parameter.data.to(device)
     if states:
-        for one in _chain(optimizer):
+        for one in chain(optimizer):
             for state in one.optimizer.state.values():
                 state.update({k: v.to(device) for k, v in state.items() if torch.is_tensor(v)})
