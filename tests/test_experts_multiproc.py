@@ -125,6 +125,17 @@ def test_training_steps(pools: Any, one_process: Any, distributed: bool) -> None
         _same_run(found, one_process)
 
 
+def test_biases_of_experts_follow_the_tokens_of_all_ranks(pools: Any) -> None:
+    transformer = dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
+    truth = pools[1].run("expert_cases:steps", layout={}, transformer=transformer)[0]
+    assert any(any(bias) for bias in truth["expert_bias"])
+    for found in pools[2].run(
+        "expert_cases:steps", layout={"dp": 2, "ep": 2}, transformer=transformer
+    ):
+        _same_run(found, truth)
+        assert found["expert_bias"] == truth["expert_bias"]
+
+
 def _same_run(found: dict[str, Any], truth: dict[str, Any], steps: slice = slice(None)) -> None:
     assert found["losses"] == pytest.approx(truth["losses"][steps], rel=1e-6)
     assert found["norms"] == pytest.approx(truth["norms"][steps], rel=1e-5)

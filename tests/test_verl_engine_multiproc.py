@@ -33,6 +33,7 @@ LAYOUTS = {
     "pp2-dp2": {"pp": 2, "dp": 2},
     "pp2-vpp2-dp2": {"pp": 2, "vpp": 2, "dp": 2},
 }
+WITH_EXPERTS = {"dp2-ep2": {"dp": 2, "ep": 2}}
 AGGREGATIONS = (
     "token-mean",
     "token-sum",
@@ -73,7 +74,7 @@ def pools() -> Iterator[VerlPools]:
 
 def run(pools: VerlPools, name: str, **case: Any) -> list[dict[str, Any]]:
     """Results of every rank; what is compared must agree to the tolerance."""
-    layout = dict(LAYOUTS[name])
+    layout = dict((LAYOUTS | WITH_EXPERTS)[name])
     dp = layout.pop("dp", 1)
     case.setdefault("lengths", SHARDS[:dp])
     results = pools[layout.get("pp", 1) * dp].run(
@@ -132,6 +133,17 @@ def test_samples_move_between_replicas_and_outputs_come_home(
 @by_layout("pp1-dp2", "pp2")
 def test_the_per_token_regime_equals_verl(pools: Any, layout: str, loss: str) -> None:
     run(pools, layout, loss=loss, limits=CAP, per_token=True)
+
+
+@pytest.mark.parametrize("loss", ["sft", pytest.param("none", marks=pytest.mark.slow)])
+@by_layout("dp2-ep2")
+def test_experts_on_two_replicas(pools: Any, layout: str, loss: str) -> None:
+    """By themselves the replicas would run 4 micro-batches and 1, and then wait for ever."""
+    case = dict(loss=loss, forward_only=loss == "none", limits=CAP)
+    case["lengths"] = [[100] * 4, [20, 30, 5, 6]]
+    for more, counts, num_dummies in (("", [4, 4], 0), ("\nmin_num_micro_batches: 5", [5, 5], 2)):
+        for result in run(pools, layout, **case, settings="balance: none" + more):
+            assert (result["counts"], result["num_dummies"]) == (counts, num_dummies)
 
 
 GROUP_OF_4 = {"override_transformer_config": {"microbatch_group_size_per_vp_stage": 4}}

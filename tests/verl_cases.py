@@ -25,14 +25,15 @@ VOCABULARY = 128
 LAYERS = 4
 
 
-def model_path() -> Path:
-    """A tiny Qwen2 on disk; written once per test session by whoever comes first."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def model_path(*, has_experts: bool = False) -> Path:
+    """A tiny Qwen2, or Qwen3-MoE, on disk; written once per session by whoever comes first."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
-    path = Path(os.environ.get("VERL_TINY_MODEL", tempfile.gettempdir())) / "tiny_qwen2"
+    folder = Path(os.environ.get("VERL_TINY_MODEL", tempfile.gettempdir()))
+    path = folder / ("tiny_qwen3_moe" if has_experts else "tiny_qwen2")
     is_alone = not dist.is_initialized()
     if (is_alone or dist.get_rank() == 0) and not (path / "config.json").exists():
-        config = Qwen2Config(
+        sizes: dict[str, Any] = dict(
             vocab_size=VOCABULARY,
             hidden_size=64,
             intermediate_size=128,
@@ -41,10 +42,20 @@ def model_path() -> Path:
             num_key_value_heads=2,
             max_position_embeddings=512,
             tie_word_embeddings=False,
-            architectures=["Qwen2ForCausalLM"],
         )
         torch.manual_seed(0)
-        Qwen2ForCausalLM(config).save_pretrained(path)
+        if has_experts:  # weights are drawn, not loaded: see `verl_cpu.without_weights`
+            Qwen3MoeConfig(
+                **sizes,
+                head_dim=16,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=32,
+                architectures=["Qwen3MoeForCausalLM"],
+            ).save_pretrained(path)
+        else:
+            config = Qwen2Config(**sizes, architectures=["Qwen2ForCausalLM"])
+            Qwen2ForCausalLM(config).save_pretrained(path)
     if not is_alone:
         dist.barrier()
     return path
@@ -68,7 +79,9 @@ def configs(layout: dict[str, int], *, model_type: str, **engine: Any) -> dict[s
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
 
-    model = HFModelConfig(path=str(model_path()), load_tokenizer=False, use_remove_padding=False)
+    has_experts = "ep" in layout
+    path = str(model_path(has_experts=has_experts))
+    model = HFModelConfig(path=path, load_tokenizer=False, use_remove_padding=False)
     model.tokenizer = types.SimpleNamespace(pad_token_id=0)
     model.model_type = model_type
     engine_config = McoreEngineConfig(
@@ -76,6 +89,7 @@ def configs(layout: dict[str, int], *, model_type: str, **engine: Any) -> dict[s
             "pipeline_model_parallel_size": layout.get("pp", 1),
             "virtual_pipeline_model_parallel_size": layout.get("vpp"),
             "tensor_model_parallel_size": layout.get("tp", 1),
+            "expert_model_parallel_size": layout.get("ep", 1),
             "use_mbridge": True,
             "vanilla_mbridge": True,
             "use_distributed_optimizer": False,
@@ -97,13 +111,16 @@ def engine(vendor: str, layout: dict[str, int], *, model_type: str, **overrides:
     """An initialised engine of verl's registry."""
     from verl.workers.engine import EngineRegistry
 
+    import verl_cpu
+
     os.environ["VERL_ENGINE_VENDOR"] = vendor
     result = EngineRegistry.new(
         model_type=model_type,
         backend="megatron",
         **configs(layout, model_type=model_type, **overrides),
     )
-    result.initialize()
+    with verl_cpu.without_weights() if "ep" in layout else contextlib.nullcontext():
+        result.initialize()
     return result
 
 
@@ -196,7 +213,11 @@ def _engines(layout: dict[str, int], model_type: str, per_token: bool) -> tuple[
         _LAYOUT = layout
     key = model_type, per_token
     if key not in _ENGINES:
-        config = {"override_transformer_config": {"calculate_per_token_loss": per_token}}
+        fields: dict[str, Any] = {"calculate_per_token_loss": per_token}
+        if "ep" in layout:
+            # mbridge asks for both; they have CUDA kernels only.
+            fields |= {"moe_grouped_gemm": False, "persist_layer_norm": False}
+        config = {"override_transformer_config": fields}
         theirs, ours = (
             engine(vendor, layout, model_type=model_type, **config)
             for vendor in ("nvidia", "megatron_batching")

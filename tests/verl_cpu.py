@@ -8,12 +8,15 @@ environment alone (`environment()`) carries it there.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -132,7 +135,10 @@ def _use_local_layers() -> None:
     """mbridge builds Transformer Engine layers; without it Megatron's own local ones do."""
     import mbridge.core.bridge as bridge
     import mbridge.core.llm_bridge as llm_bridge
+    from megatron.core.transformer.moe import moe_utils
 
+    # 0.16.1 asks routers for this name, and sets it only where Transformer Engine is there.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     build_spec = llm_bridge.get_gpt_decoder_block_spec
 
     def local_spec(config: Any, use_transformer_engine: bool = True, **kwargs: Any) -> Any:
@@ -154,6 +160,18 @@ def _use_local_layers() -> None:
         return to_hf(self, name)
 
     bridge.Bridge._weight_name_mapping_mcore_to_hf = with_fused_names
+
+
+@contextlib.contextmanager
+def without_weights() -> Iterator[None]:
+    """Let mbridge build a model and draw its weights.
+
+    It knows an expert's weights by the names that Transformer Engine's grouped layers have.
+    """
+    import mbridge.core.bridge as bridge
+
+    with mock.patch.object(bridge.Bridge, "load_weights", _nothing):
+        yield
 
 
 def _causal_attention() -> None:
