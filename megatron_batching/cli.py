@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -333,11 +334,11 @@ def bench(
     from megatron_batching.bench.suite import run_bench
 
     traces = None if lengths is None else [Trace.parse(text) for text in lengths]
-    run_bench(
-        load_bench_config(
-            config, overrides or [], compute=compute, traces=traces, cost=cost, output_dir=output
-        )
+    settings = load_bench_config(
+        config, overrides or [], compute=compute, traces=traces, cost=cost, output_dir=output
     )
+    _warn(settings.cost, settings.layouts[0])
+    run_bench(settings)
 
 
 @app.command()
@@ -402,7 +403,7 @@ def _warn(cost: str | None, layout: Layout | None = None) -> None:
     from megatron_batching.plan.cost_quality import cost_warning
 
     warning = cost_warning(cost, layout)
-    if warning is not None:
+    if warning is not None and os.environ.get("RANK", "0") == "0":
         print(f"warning: {warning}", file=sys.stderr)
 
 

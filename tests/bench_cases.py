@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,16 +13,22 @@ from unittest import mock
 import numpy as np
 from megatron.core import parallel_state
 
-from megatron_batching.bench.calibrate import run_calibration
+from megatron_batching.bench import calibrate as calibrate_module
+from megatron_batching.bench import measure as measure_module
+from megatron_batching.bench.calibrate import measure_link, run_calibration
+from megatron_batching.bench.compute import GptCompute, Step, build_engine
+from megatron_batching.bench.fit import Link
 from megatron_batching.bench.measure import measure
-from megatron_batching.bench.methods import verl_rows
+from megatron_batching.bench.methods import Method, verl_rows
 from megatron_batching.bench.settings import METHODS, BenchConfig, Trace
+from megatron_batching.bench.suite import run_bench
 from megatron_batching.bench.train import run_training
 from megatron_batching.engine.config import load_config
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.megatron.config import ModelConfig
+from megatron_batching.megatron.messages import Message, StepMessages
 from megatron_batching.megatron.parallel import initialize
-from megatron_batching.plan import Layout, read_lengths
+from megatron_batching.plan import CostModel, Layout, read_lengths
 
 ROOT = Path(__file__).parents[1]
 TRAIN = [
@@ -75,19 +82,85 @@ def gpt_rows() -> list[dict[str, Any]]:
     return [method.row for method in case.methods]
 
 
-def calibrate(output: str) -> None:
-    """Fit the small GPT at pp 2 x vpp 2 and leave its cost file."""
-    config = BenchConfig(
-        compute="model",
-        layouts=[Layout(pp=2, vpp=2)],
-        traces=[Trace(lengths="@azure_code", max_tokens=160)],
-        samples_per_replica=8,
-        length_scale=0.02,
-        repeats=1,
-        model=MODEL,
-        device="cpu",
-    )
-    run_calibration(config, output=Path(output), held_out=1)
+CALIBRATION = BenchConfig(
+    compute="model",
+    layouts=[Layout(pp=2, vpp=2)],
+    traces=[Trace(lengths="@azure_code", max_tokens=160)],
+    samples_per_replica=8,
+    length_scale=0.02,
+    repeats=1,
+    model=MODEL,
+    device="cpu",
+)
+# What the small GPT is told to take: seconds of (1, tokens, token pairs) on each virtual stage.
+TOLD = CostModel(
+    forward=[[3e-3, 2e-5, 0.0], [1e-3, 1e-5, 1e-7], [1e-3, 3e-5, 0.0], [2e-3, 2e-5, 2e-7]],
+    backward=[[4e-3, 4e-5, 0.0], [2e-3, 3e-5, 2e-7], [3e-3, 5e-5, 0.0], [4e-3, 5e-5, 3e-7]],
+    unit="s",
+)
+
+
+def calibrate(output: str, slower: float = 1.0) -> str:
+    """Calibrate with the small GPT on a clock that cannot be disturbed; returns what was printed.
+
+    Its steps run, and count as what the simulator makes of `TOLD`; held-out ones last `slower`
+    times as long.
+    """
+    run = GptCompute.run
+
+    def run_as_told(self: GptCompute, method: Method) -> Step:
+        step, rank = run(self, method), parallel_state.get_pipeline_model_parallel_rank()
+        simulation = method.plan.simulate(0, TOLD)
+        events = [e for e in simulation.timeline().events if e.pp_rank == rank]
+        events.sort(key=lambda event: event.start_s)
+        ends = [0.0, *(event.end_s for event in events)]
+        waits = tuple(
+            Message(direction="recv_prev", op=e.op, posted_s=end, wait_s=end, end_s=e.start_s)
+            for end, e in zip(ends, events, strict=False)
+        )
+        factor = slower if method.name == "held out" else 1.0
+        return replace(
+            step,
+            seconds=simulation.step_time * factor,
+            events=tuple(events),
+            messages=StepMessages(start_s=0.0, messages=waits),
+        )
+
+    printed = io.StringIO()
+    with (
+        mock.patch.object(GptCompute, "run", run_as_told),
+        mock.patch.object(calibrate_module, "measure_link", return_value=Link()),
+        contextlib.redirect_stdout(printed),
+    ):
+        run_calibration(CALIBRATION, output=Path(output), held_out=3)
+    return printed.getvalue()
+
+
+def calibrate_nowhere(output: str) -> str:
+    """The error of every rank where the cost file cannot be written; nothing may be built."""
+    with mock.patch.object(PipelineEngine, "__init__", side_effect=AssertionError):
+        try:
+            run_calibration(CALIBRATION, output=Path(output))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def link() -> Link:
+    """What the messages of the small GPT cost here."""
+    placement = initialize(Layout(pp=2, vpp=2), device="cpu")
+    return measure_link(build_engine(CALIBRATION, placement), after_s=0.25)
+
+
+def bench_nowhere(output: str) -> str:
+    """The error of every rank where results cannot be written; nothing may be measured."""
+    config = replace(CALIBRATION, compute="paced", output_dir=output, methods=["planned"])
+    with mock.patch.object(measure_module, "measure_costs", side_effect=AssertionError):
+        try:
+            run_bench(config)
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
 def verl_counts(samples: int) -> tuple[int, int]:

@@ -102,6 +102,26 @@ def test_a_fit_finds_the_model_that_made_the_step(recording: Recording) -> None:
     assert min(fit.r_squared for of_stage in fits.values() for fit in of_stage) > 1 - 1e-9
 
 
+def test_times_without_a_slope_are_too_noisy(recording: Recording) -> None:
+    """Ops that take about as long whatever they hold, as on a machine with other work."""
+    events = tuple(
+        replace(e, end_s=e.start_s + 0.01 * (1.1 if e.op.micro_batch % 2 else 0.9))
+        for e in sorted(recording.timeline.events, key=lambda e: e.tokens)
+    )
+    features = tuple(
+        tuple((1.0, 100.0 - 7 * i, 10.0 - i) for i in range(len(of_replica)))
+        for of_replica in recording.features
+    )
+    noisy = replace(
+        recording, timeline=replace(recording.timeline, events=events), features=features
+    )
+    told = replace(noisy, messages=_idle(noisy))
+    with pytest.raises(ValueError, match=r"^forward times are too noisy to fit") as error:
+        fit_cost_model([told])
+    assert "\n" not in str(error.value)
+    assert all(word in str(error.value) for word in ("ms around 1", "quieter", "repeats="))
+
+
 def _idle(recording: Recording) -> tuple[RankMessages, ...]:
     """Every gap between two ops as a wait for an activation."""
     ranks = []

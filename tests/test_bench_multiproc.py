@@ -11,12 +11,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from megatron_batching.bench.fit import read_link
+from bench_cases import TOLD
 from megatron_batching.bench.recording import Recording
 from megatron_batching.bench.settings import METHODS
 from megatron_batching.plan import Layout, load_cost_model
+from megatron_batching.plan.cost_quality import cost_warning
 
 # Clocks of one host agree; readings of two processes lie this far apart at most.
 CLOCK_S = 1e-3
@@ -84,16 +86,43 @@ def test_a_gpt_gives_the_same_result_by_every_method(pools: Any) -> None:
     assert padded["peak_bytes"] != packed["peak_bytes"]
 
 
-def test_calibrate_writes_a_file_that_plans(pools: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("slower", [1.0, 1.5])
+def test_calibrate_finds_the_costs_and_says_how_far_they_hold(
+    pools: Any, tmp_path: Path, slower: float
+) -> None:
     path = tmp_path / "cost.yaml"
-    pools[2].run("bench_cases:calibrate", output=str(path))
-    pools[2].stop()  # it closed the process group, which torch cannot open again on one port
+    printed, nothing = pools[2].run("bench_cases:calibrate", output=str(path), slower=slower)
+    assert nothing == ""
     model = load_cost_model(str(path), Layout(pp=2, vpp=2))
     assert model.unit == "s"
-    assert (model.forward.sum(axis=1) > 0).all()
-    link = read_link(str(path))
-    assert link.bytes_per_token == 16 * 4
-    assert 0 <= link.after_s < 1  # 0 where noise hides it
+    np.testing.assert_allclose(model.forward, TOLD.forward, rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(model.backward, TOLD.backward, rtol=1e-6, atol=1e-12)
+    result = json.loads(printed.splitlines()[-1])
+    assert result["held_out_errors"] == pytest.approx([1 / slower - 1.0] * 3, abs=1e-6)
+    warning = cost_warning(str(path), Layout(pp=2, vpp=2))
+    if slower == 1.0:
+        assert warning is None and "warning" not in printed
+    else:
+        assert warning is not None and "3 held-out mini-batches by 33%" in warning
+        assert "warning: its fit missed 3" in printed
+
+
+def test_a_link_costs_time_and_keeps_what_it_was_told(pools: Any) -> None:
+    own, other = pools[2].run("bench_cases:link")
+    assert own == other
+    assert own.bytes_per_token == 16 * 4 and own.after_s == 0.25
+    assert own.latency >= 0 and own.bandwidth > 0
+
+
+@pytest.mark.parametrize("case", ["calibrate_nowhere", "bench_nowhere"])
+def test_places_are_checked_before_anything_is_measured(
+    pools: Any, tmp_path: Path, case: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    place = str(tmp_path / "file" / "below")
+    first, second = pools[2].run(f"bench_cases:{case}", output=place)
+    assert first == second
+    assert place in first and "cannot be written" in first
 
 
 def test_train_prints_json_on_request_alone_and_leaves_events(pools: Any, tmp_path: Path) -> None:

@@ -24,16 +24,20 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_batching.bench.fit import Link, StageFit, fit_cost_model, write_cost_file
+from megatron_batching.bench.outputs import on_rank_zero
 from megatron_batching.bench.recording import Recording
 from megatron_batching.bench.settings import BenchConfig
+from megatron_batching.bench.sizes import check_memory
 from megatron_batching.megatron.config import world_size_from_environment
 from megatron_batching.plan import CostModel, Layout
-from megatron_batching.schedules.files import read_json
+from megatron_batching.plan.cost_quality import held_out_warning
+from megatron_batching.schedules.files import check_file, read_json
 
 LADDER_STEPS = 8  # sizes of micro-batches, from LEAST_SHARE of the cap up to it
 LEAST_SHARE = 0.05
 SPLITS = (1, 3, 8)  # samples that make up one micro-batch
 LINK_ROUNDS = 30
+MOST_HELD_OUT = 1000
 SMALL_MESSAGE = 16  # tokens
 _LOG_WIDTH = 110  # columns of a table in a log file
 
@@ -72,8 +76,9 @@ def fit_recordings(sources: Sequence[str], output: Path) -> None:
     """Fit a cost model to recording files and write it; needs no torchrun.
 
     Raises:
-        ValueError: a file is no recording.
+        ValueError: a file is no recording, or the cost file cannot be written.
     """
+    check_file(output, "--output")
     recordings = [Recording.from_json(read_json(source)) for source in sources]
     model, fits = fit_cost_model(recordings)
     _finish(_console(), output, model, fits, Link(), {"recordings": list(sources)})
@@ -88,8 +93,14 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
         held_out: planned mini-batches to be predicted and measured.
 
     Raises:
-        ValueError: the layout does not fit the processes or the model.
+        ValueError: the layout does not fit the processes or the model, the measured times are too
+            noisy to fit, or the file cannot be written.
     """
+    if not 1 <= held_out <= MOST_HELD_OUT:
+        raise ValueError(
+            f"--held-out {held_out} must be from 1 to {MOST_HELD_OUT}: a fit is judged by "
+            "mini-batches that it has not seen"
+        )
     console = _console()
     world_size = world_size_from_environment()
     layout, trace = config.layouts[0], config.traces[0]
@@ -98,10 +109,9 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from megatron_batching.bench.compute import GptCompute, build_engine
     from megatron_batching.bench.machine import machine
-    from megatron_batching.bench.measure import trace_lengths
     from megatron_batching.bench.methods import Method
     from megatron_batching.megatron.parallel import initialize, shut_down
-    from megatron_batching.plan import BatchingOptions, plan_from_rows, plan_mini_batch
+    from megatron_batching.plan import BatchingOptions, plan_from_rows
 
     placement = initialize(
         layout,
@@ -109,6 +119,8 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
         allow_cpu_with_gpu=config.allow_cpu_with_gpu,
         seed=config.seed,
     )
+    check_memory(config.model, layout, [trace.max_tokens], placement.device)
+    on_rank_zero(lambda: check_file(output, "--output"))
     engine = build_engine(config, placement)
     options = BatchingOptions(max_tokens_per_micro_batch=trace.max_tokens, align=config.align)
     multiple = layout.pp if layout.vpp > 1 else 1
@@ -124,6 +136,34 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
     link = measure_link(engine, after_s)
     console.print(_describe_link(link))
 
+    errors = _hold_out(engine, config, held_out, model, link, console)
+    about = {
+        "layout": {k: v for k, v in asdict(layout).items() if v is not None},
+        "model": asdict(config.model),
+        "max_tokens": trace.max_tokens,
+        "held_out_errors": errors,
+        "machine": machine(),
+    }
+    _finish(console, output, model, fits, link, about)
+    shut_down()
+
+
+def _hold_out(
+    engine: Any,
+    config: BenchConfig,
+    held_out: int,
+    model: CostModel,
+    link: Link,
+    console: Console,
+) -> list[float]:
+    """Plan mini-batches by the fit and run them: relative errors of the predicted steps."""
+    from megatron_batching.bench.compute import GptCompute
+    from megatron_batching.bench.measure import trace_lengths
+    from megatron_batching.bench.methods import Method
+    from megatron_batching.plan import BatchingOptions, plan_mini_batch
+
+    layout, trace = config.layouts[0], config.traces[0]
+    options = BatchingOptions(max_tokens_per_micro_batch=trace.max_tokens, align=config.align)
     errors = []
     table = Table(title="held-out mini-batches, planned with the fitted costs", show_edge=False)
     for column in ("samples", "tokens", "micro-batches", "predicted s", "measured s", "error"):
@@ -143,15 +183,10 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
             f"{errors[-1]:+.1%}",
         )
     console.print(table)
-    about = {
-        "layout": {k: v for k, v in asdict(layout).items() if v is not None},
-        "model": asdict(config.model),
-        "max_tokens": trace.max_tokens,
-        "held_out_errors": errors,
-        "machine": machine(),
-    }
-    _finish(console, output, model, fits, link, about)
-    shut_down()
+    warning = held_out_warning(errors)
+    if warning is not None:
+        console.print(f"warning: {warning}", soft_wrap=True)
+    return errors
 
 
 def _console() -> Console:

@@ -40,6 +40,12 @@ class Link:
     bytes_per_token: float = 0.0
     after_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not value >= 0:
+                raise ValueError(f"communication: {name}={value!r} must be a number of at least 0")
+
     def communication(self) -> dict[str, float]:
         """As keywords of `Communication`."""
         values = asdict(self)
@@ -149,7 +155,8 @@ def fit_cost_model(
     """A cost model in seconds, and the fits by direction and virtual stage.
 
     Raises:
-        ValueError: recordings without features, forward-only, or too uniform.
+        ValueError: recordings without features, forward-only, too uniform, or too noisy: no stage
+            takes longer for more tokens.
     """
     times = op_times(recordings)
     num_stages = 1 + max(stage for _, stage in times)
@@ -161,8 +168,23 @@ def fit_cost_model(
                 raise ValueError(f"no {name} of virtual stage {stage} was recorded: record a step")
             features, seconds = zip(*found, strict=True)
             fits[name].append(fit_stage(np.array(features), np.array(seconds)))
+        _require_slope(name, fits[name])
     forward, backward = (np.array([f.coefficients for f in fits[n]]) for n in fits)
     return CostModel(forward=forward, backward=backward, unit="s"), fits
+
+
+def _require_slope(name: str, of_stage: Sequence[StageFit]) -> None:
+    """Raise ValueError where noise hides what tokens cost: no stage's times grow with them."""
+    if any(any(fit.coefficients[1:]) for fit in of_stage):
+        return
+    mean = float(np.mean([fit.mean_s for fit in of_stage]))
+    noise = float(np.mean([fit.mean_residual_s for fit in of_stage]))
+    raise ValueError(
+        f"{name} times are too noisy to fit: on no stage do they grow with the tokens of a "
+        f"micro-batch, they scatter by {noise * 1e3:.3g} ms around {mean * 1e3:.3g} ms; measure "
+        "again on a quieter machine, with more repeats=, or with a larger model or larger "
+        "micro-batches, whose times stand out"
+    )
 
 
 def write_cost_file(
@@ -192,5 +214,5 @@ def read_link(path: str | None) -> Link:
     values = read_yaml(path)
     try:
         return Link(**values.get("communication", {}))
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"cost file {path!r} cannot be read: {one_line(error)}") from None

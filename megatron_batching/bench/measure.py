@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -26,9 +27,11 @@ from megatron_batching.bench.compute import (
 from megatron_batching.bench.fit import Link
 from megatron_batching.bench.gather import clock_offset, gather
 from megatron_batching.bench.methods import Method, make_methods
+from megatron_batching.bench.outputs import on_rank_zero
 from megatron_batching.bench.paced_costs import Costs, measure_costs
 from megatron_batching.bench.recording import Recording
 from megatron_batching.bench.settings import BenchConfig, Trace
+from megatron_batching.bench.sizes import check_memory
 from megatron_batching.bench.train import mini_batch_lengths
 from megatron_batching.bench.verl_cut import VERL_HINT, has_verl
 from megatron_batching.engine.config import DataConfig
@@ -66,26 +69,37 @@ class MeasuredCase:
         return f"{layout_name(self.layout)}, {self.trace.name}"
 
 
-def measure(config: BenchConfig, say: Callable[[str], None]) -> list[MeasuredCase]:
+def measure(
+    config: BenchConfig,
+    say: Callable[[str], None],
+    check: Callable[[], None] = lambda: None,
+) -> list[MeasuredCase]:
     """Measure the whole config; the same cases on every rank.
 
     Args:
         config: what to measure.
         say: called on every rank with a line for each case.
+        check: called on rank 0 before anything is measured; all ranks raise its ValueError.
     """
     if "verl" in config.methods and not has_verl():
         say(VERL_HINT)
+    place = partial(
+        initialize,
+        device="cpu" if config.compute == "paced" else config.device,
+        allow_cpu_with_gpu=config.allow_cpu_with_gpu,
+        seed=config.seed,
+    )
+    place(config.layouts[0])
+    on_rank_zero(check)
     costs = Costs(op_s=0.0, message_s=0.0)
     if config.compute == "paced":
         costs = measure_costs(allow_cpu_with_gpu=config.allow_cpu_with_gpu)
     cases = []
     for layout in config.layouts:
-        placement = initialize(
-            layout,
-            device="cpu" if config.compute == "paced" else config.device,
-            allow_cpu_with_gpu=config.allow_cpu_with_gpu,
-            seed=config.seed,
-        )
+        placement = place(layout)
+        if config.compute == "model":
+            longest = [trace.max_tokens for trace in config.traces]
+            check_memory(config.model, layout, longest, placement.device)
         engine = None if config.compute == "paced" else build_engine(config, placement)
         offset = clock_offset(placement.device)
         for trace in config.traces:

@@ -13,11 +13,16 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from megatron_batching.bench.sizes import check_model
+from megatron_batching.engine.config import MOST_REPEATS, MOST_SEED
 from megatron_batching.megatron.config import ModelConfig, check_world_size
-from megatron_batching.plan import Layout
+from megatron_batching.plan import BatchingOptions, Layout
+from megatron_batching.plan.layout import MOST, check_positive
+from megatron_batching.plan.limits import check_size
 from megatron_batching.schedules.files import parsing
 
 COMPUTE = ("paced", "model")
+LONGEST_WORK_S = 3600.0  # that a rank sleeps in a step
 # What is switched off in turn: then it is as the usual method (verl's) has it.
 FEATURES = ("count", "balance", "order", "shapes", "group")
 METHODS = ("plain", "verl", "baseline", "planned", *(f"no {feature}" for feature in FEATURES))
@@ -33,14 +38,16 @@ class Trace:
     """Token cap of a micro-batch; longer samples are cut to it."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 2:
-            raise ValueError(f"max_tokens={self.max_tokens} of {self.lengths} must be at least 2")
+        if not 2 <= self.max_tokens <= MOST:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} of {self.lengths} must be from 2 to 2^40"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Trace:
         """Read `SOURCE:CAP`, such as `lengths.csv:16384`."""
         source, _, cap = text.rpartition(":")
-        if not source or not cap.isdecimal():
+        if not source or not (cap.isascii() and cap.isdecimal()):
             raise ValueError(
                 f"lengths {text!r} must be SOURCE:CAP, such as lengths.csv:16384 or "
                 "@azure_code:16384"
@@ -106,16 +113,28 @@ class BenchConfig:
             if method not in METHODS:
                 raise ValueError(f"method {method!r} is unknown: choose among {', '.join(METHODS)}")
         for name in ("samples_per_replica", "repeats", "align"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("work_s", "length_scale"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+            check_positive(name, getattr(self, name))
+        if self.plain_micro_batch_size is not None:
+            check_positive("plain_micro_batch_size", self.plain_micro_batch_size)
+        if self.repeats > MOST_REPEATS:
+            raise ValueError(f"repeats={self.repeats} must be at most {MOST_REPEATS}")
+        for name, most in (("work_s", LONGEST_WORK_S), ("length_scale", MOST)):
+            if not 0 < getattr(self, name) <= most:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be above 0 and at most {most:,}"
+                )
+        if not 0 <= self.seed < MOST_SEED:
+            raise ValueError(f"seed={self.seed} must be from 0 to {MOST_SEED - 1}")
 
     def check(self, world_size: int) -> None:
-        """Raise ValueError unless every layout fills the processes."""
+        """Raise ValueError unless every layout fills the processes, and every size can be run."""
+        if self.compute == "model":
+            check_model(self.model)
         for layout in self.layouts:
             check_world_size(layout, world_size)
+            for trace in self.traces:
+                options = BatchingOptions(max_tokens_per_micro_batch=trace.max_tokens)
+                check_size(self.samples_per_replica * layout.dp, layout, options)
             if self.compute == "paced" and layout.tp * layout.cp * layout.ep > 1:
                 raise ValueError(
                     f"tp={layout.tp} cp={layout.cp} ep={layout.ep}: paced stages have none of "

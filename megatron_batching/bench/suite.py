@@ -11,8 +11,11 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_batching.bench.machine import machine
+from megatron_batching.bench.outputs import TIMELINE
 from megatron_batching.bench.settings import BenchConfig
 from megatron_batching.megatron.config import world_size_from_environment
+from megatron_batching.schedules.draw import check_picture
+from megatron_batching.schedules.files import check_folder
 
 _LOG_WIDTH = 160  # columns of a table in a log file
 
@@ -21,7 +24,8 @@ def run_bench(config: BenchConfig) -> None:
     """Measure what the config says; rank 0 prints and writes.
 
     Raises:
-        ValueError: a layout does not fill the processes, or a mini-batch cannot be planned.
+        ValueError: a layout does not fill the processes, a mini-batch cannot be planned, or the
+            folder cannot be written.
     """
     config.check(world_size_from_environment())
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
@@ -39,7 +43,7 @@ def run_bench(config: BenchConfig) -> None:
     if not console.is_terminal:
         console.width = _LOG_WIDTH
     began = time.perf_counter()
-    cases = measure(config, lambda line: console.print(line))
+    cases = measure(config, lambda line: console.print(line), lambda: _check_folder(config))
     if rank == 0:
         for case in cases:
             console.print(case_table(config, case))
@@ -58,6 +62,11 @@ def run_bench(config: BenchConfig) -> None:
             console.print(f"wrote {path}")
         print(json.dumps(result), flush=True)
     shut_down()
+
+
+def _check_folder(config: BenchConfig) -> None:
+    check_folder(config.output_dir, "output_dir")
+    check_picture(Path(config.output_dir, TIMELINE))
 
 
 def _take_precedence() -> None:
