@@ -299,6 +299,9 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "absent": Scenario(absent, (0, 0), (r"caught: ranks \[1\] of 2 have not called", ""), (0, 0)),
     "again": Scenario(again, (1, 1), CULPRIT_1, (0, 1)),
+    "again, 4 processes": Scenario(
+        again, (1, 1, 1, 1), tuple(BROKEN.format(3, "") for _ in range(4)), (0, 0, 0, 1)
+    ),
 }
 
 

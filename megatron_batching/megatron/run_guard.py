@@ -18,6 +18,7 @@ else made the process group, as in Ray) behaves as torch makes it behave.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import threading
@@ -264,6 +265,8 @@ class RunGuard:
         print(line, file=sys.stderr, flush=True)
         self.linger()
         sys.stdout.flush()
+        for child in multiprocessing.active_children():  # nobody else would end them
+            child.kill()
         os._exit(code)
 
     def _on_exception(
