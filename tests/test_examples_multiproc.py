@@ -1,4 +1,4 @@
-"""Every example runs to its end, as its page says it is run.
+"""Every example, and every snippet of the README, runs to its end as its page says.
 
 Run: pytest tests/test_examples_multiproc.py
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PAGE = (EXAMPLES / "README.md").read_text()
+README = EXAMPLES.with_name("README.md").read_text()
 ALONE = re.findall(r"`python examples/(\w+\.py)`", PAGE)
 ON_TWO_PROCESSES = re.findall(r"`torchrun --nproc-per-node 2 examples/(\w+\.py)`", PAGE)
 
@@ -35,8 +36,14 @@ def test_examples_in_one_process() -> None:
         assert run(str(EXAMPLES / name))
 
 
-def test_examples_on_two_processes() -> None:
+def test_programs_on_two_processes(tmp_path: Path) -> None:
+    snippets = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+    files = [EXAMPLES / name for name in ON_TWO_PROCESSES]
+    for i, snippet in enumerate(snippets):
+        files.append(tmp_path / f"readme_{i}.py")
+        files[-1].write_text(snippet)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    output = run(*torchrun, str(Path(__file__).with_name("run_examples.py")), *ON_TWO_PROCESSES)
-    for name in ON_TWO_PROCESSES:
-        assert f"finished {name}" in output
+    output = run(*torchrun, str(Path(__file__).with_name("run_examples.py")), *map(str, files))
+    for file in files:
+        assert f"finished {file}" in output
+    assert "limit       16384 tokens" in output and "step 2: loss" in output
