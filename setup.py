@@ -19,6 +19,7 @@ EXTRAS = {
     "viz": ["matplotlib>=3.8", "plotly>=5.20"],
     "tensorboard": ["tensorboard>=2.12"],
     "verl": ["verl==0.9.1", "tensordict", "mbridge", "einops"],
+    "hf": ["mbridge>=0.15", "transformers", "safetensors"],
     "te": ["transformer-engine[pytorch]"],
     "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"],
     "dev": ["pytest>=8", "hypothesis>=6.100", "psutil", "ruff>=0.6", "mypy>=1.10", "py-spy"],

@@ -13,10 +13,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_batching.data import ShardedMiniBatch, restore_order, send_home
@@ -37,20 +39,19 @@ from megatron_batching.loss import (
     as_aggregation,
 )
 from megatron_batching.megatron.accumulation import Accumulation
+from megatron_batching.megatron.adopt import check_for_engine
 from megatron_batching.megatron.agreement import require_agreement
-from megatron_batching.megatron.auxiliary import prepare_routers
 from megatron_batching.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings, aligned_batching
 from megatron_batching.megatron.export import whole_parameters
 from megatron_batching.megatron.model import PipelineModel, build_model
 from megatron_batching.megatron.optimizer import (
-    build_lr_schedule,
-    build_optimizer,
     gradient_norm,
-    has_loss_scale,
     move,
     require_finite_gradients,
     step,
+    take_optimizer,
+    training_settings,
 )
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.recorder import MessageLog
@@ -67,7 +68,10 @@ class PipelineEngine(Engine):
             `aligned_batching`.
         infer_batching: how they are cut for passes without backward, which hold less memory;
             as for training if not given.
-        optimizer: Adam's settings.
+        optimizer: Adam's settings, or Megatron's optimizer of the chunks that are passed in.
+        lr_schedule: what drives a ready optimizer's rates: `step(increment=1)` is called after each
+            mini-batch, with `state_dict` and `load_state_dict` for checkpoints. Without it a ready
+            optimizer's rates are left to its owner.
         seed: of the initial weights.
         planned_shapes: take pipeline shapes from the plan instead of exchanging them.
         check_shapes: exchange planned shapes all the same, and compare: for debugging.
@@ -89,7 +93,8 @@ class PipelineEngine(Engine):
         placement: Placement,
         batching: BatchingOptions,
         infer_batching: BatchingOptions | None = None,
-        optimizer: OptimizerSettings | None = None,
+        optimizer: OptimizerSettings | MegatronOptimizer | None = None,
+        lr_schedule: Any = None,
         seed: int = 0,
         planned_shapes: bool = True,
         check_shapes: bool = False,
@@ -116,7 +121,8 @@ class PipelineEngine(Engine):
         self.expert_shares = expert_shares
         self.model_type = model_type
         self._given_model = model
-        self._settings = optimizer or OptimizerSettings()
+        self._given_optimizer = optimizer or OptimizerSettings()
+        self._given_schedule = lr_schedule
         self._seed = seed
         self.initialize()
 
@@ -130,30 +136,33 @@ class PipelineEngine(Engine):
                 seed=self._seed,
                 value_head=self.model_type == "value_model",
             )
+        optimizer = self._given_optimizer
+        self.optimizer, self.lr_schedule = take_optimizer(optimizer, self._given_schedule, model)
+        settings = training_settings(model, self.optimizer)
+        model = dataclasses.replace(model, step_settings={**model.step_settings, **settings})
         self.model: PipelineModel = model
-        self.optimizer = build_optimizer(self._settings, model)
-        self.lr_schedule = build_lr_schedule(self._settings, self.optimizer)
-        if has_loss_scale(self.optimizer) and model.config.grad_scale_func is None:
-            model.config.grad_scale_func = self.optimizer.scale_loss
         self.batching = self._aligned(self.batching)
         self.infer_batching = self._aligned(self.infer_batching)
         self.bucket_widths = bucket_widths_of(
             self.batching, self.placement.layout, self._shape_buckets
         )
-        check_model(model, self.batching, self.objective, self.expert_shares)
+        check_for_engine(model, self.batching)
+        with model.in_place():
+            check_model(model, self.batching, self.objective, self.expert_shares)
         given = self._given_model
+        if not isinstance(optimizer, OptimizerSettings):
+            optimizer = type(optimizer).__name__
         require_agreement(
             {
                 "model": given if isinstance(given, ModelConfig) else given.config.hidden_size,
                 "batching": (self.batching, self.infer_batching, self.bucket_widths),
-                "optimizer": self._settings,
+                "optimizer": optimizer,
                 "seed": self._seed,
                 "planned_shapes": (self.planned_shapes, self.check_shapes),
                 "loss": (self.objective, self.aggregation, self.expert_shares, self.model_type),
             },
             self.placement.device,
         )
-        prepare_routers(model)
         self._accumulation = Accumulation(model, self.optimizer)
 
     def modules(self) -> list[torch.nn.Module]:
@@ -407,7 +416,7 @@ class PipelineEngine(Engine):
         )
         adding = contextlib.nullcontext() if forward_only else self._accumulation.adding()
         try:
-            with adding:
+            with self.model.in_place(), adding:
                 return prepared.run()
         except Exception as error:
             self._failure = error

@@ -25,7 +25,7 @@ from megatron_batching.engine.run import run_replica
 from megatron_batching.engine.step_checks import agree_on_step, sample_limits
 from megatron_batching.engine.step_loss import StepLoss
 from megatron_batching.loss import Aggregation, LossScaling, Metrics, Objective, check_regime
-from megatron_batching.megatron.auxiliary import RouterShares
+from megatron_batching.megatron.auxiliary import RouterShares, routers_prepared
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.recorder import MessageLog, StepRecorder
 from megatron_batching.megatron.world import begin_step
@@ -81,6 +81,7 @@ class PreparedStep:
         recorder = StepRecorder(on_gpu=on_gpu, messages=self.settings.messages)
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(routers_prepared(self.settings.model))
             if self.settings.expert_shares == "mini_batch" and not self.forward_only:
                 shares = RouterShares(self.settings.model)
                 with shares.counting(), torch.no_grad():
@@ -225,13 +226,15 @@ def _step_loss(
             "carries loss: loss and gradients are zero",
             stacklevel=5,
         )
+    with model.in_place():
+        per_token = check_regime(model.config, model.chunks, dp=layout.dp, cp=layout.cp)
     return StepLoss(
         model=model,
         objective=objective,
         aggregation=settings.aggregation,
         counts=counts,
         scaling=LossScaling(
-            per_token=check_regime(model.config, model.chunks, dp=layout.dp, cp=layout.cp),
+            per_token=per_token,
             num_micro_batches=plan.replicas[model.placement.dp_rank].num_micro_batches,
             dp=layout.dp,
             cp=layout.cp,

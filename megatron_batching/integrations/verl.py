@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import verl
-from megatron.core import parallel_state
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine import EngineRegistry
@@ -47,7 +46,6 @@ from megatron_batching.megatron.model import PipelineModel, has_transformer_engi
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.plan import (
     BatchingOptions,
-    Layout,
     MicroBatchPlan,
     load_cost_model,
     plan_mini_batch,
@@ -268,27 +266,8 @@ class PlannedBatches:
 
     @cached_property
     def _placement(self) -> Placement:
-        vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        layout = Layout(
-            pp=parallel_state.get_pipeline_model_parallel_world_size(),
-            vpp=vpp,
-            dp=parallel_state.get_data_parallel_world_size(),
-            tp=parallel_state.get_tensor_model_parallel_world_size(),
-            cp=parallel_state.get_context_parallel_world_size(),
-            ep=parallel_state.get_expert_model_parallel_world_size(),
-            etp=parallel_state.get_expert_tensor_parallel_world_size(),
-            group=self.settings.group if vpp > 1 else None,
-        )
-        return Placement(
-            layout=layout,
-            device=next(self.module[0].parameters()).device,
-            rank=torch.distributed.get_rank(),
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            dp_rank=parallel_state.get_data_parallel_rank(),
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            cp_rank=parallel_state.get_context_parallel_rank(),
-            ep_rank=parallel_state.get_expert_model_parallel_rank(),
-            etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        return Placement.from_parallel_state(
+            device=next(self.module[0].parameters()).device, group=self.settings.group
         )
 
     @property

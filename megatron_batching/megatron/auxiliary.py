@@ -70,6 +70,20 @@ def prepare_routers(model: PipelineModel) -> None:
             moe_utils.te_general_gemm = None
 
 
+@contextmanager
+def routers_prepared(model: PipelineModel) -> Iterator[None]:
+    """`prepare_routers` for the time of a step; then they are as before."""
+    routers = moe_routers(model)
+    before = [router.calculate_per_token_loss for router in routers]
+    prepare_routers(model)
+    try:
+        yield
+    finally:
+        for router, per_token in zip(routers, before, strict=True):
+            router.calculate_per_token_loss = per_token
+            vars(router).pop("apply_z_loss", None)
+
+
 def _apply_z_loss(router: TopKRouter, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
     """`TopKRouter.apply_z_loss` with each rank's mean weighted by the tokens that it holds."""
     config = router.config

@@ -8,8 +8,9 @@ Engine on a GPU when it is there, else Megatron's local modules. Initial weights
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class PipelineModel:
         placement: where this process stands.
         uses_transformer_engine: whether attention takes `PackedSeqParams`.
         embedding_group: see `megatron_batching.megatron.embedding_group`.
+        step_settings: what is put into the config for the time of a step, by field.
     """
 
     config: TransformerConfig
@@ -61,11 +63,54 @@ class PipelineModel:
     placement: Placement
     uses_transformer_engine: bool
     embedding_group: torch.distributed.ProcessGroup | None = None
+    step_settings: Mapping[str, Any] = field(default_factory=dict)
+    _entered: list[None] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """What each virtual stage of the whole model holds."""
         return pipeline_stages(self.config, self.placement.layout)
+
+    @classmethod
+    def from_chunks(
+        cls,
+        chunks: Sequence[DistributedDataParallel],
+        placement: Placement,
+        *,
+        uses_transformer_engine: bool | None = None,
+    ) -> PipelineModel:
+        """Take chunks that somebody else built; see `megatron_batching.megatron.adopt`.
+
+        Args:
+            chunks: of this rank, wrapped in Megatron's DDP, in the order of their virtual stages.
+            placement: from `Placement.from_parallel_state`.
+            uses_transformer_engine: whether attention takes `PackedSeqParams`; by default found
+                from the attention modules.
+
+        Raises:
+            ValueError: something about the chunks of any rank cannot be served; on every rank.
+        """
+        from megatron_batching.megatron.adopt import adopt
+
+        return adopt(chunks, placement, uses_transformer_engine=uses_transformer_engine)
+
+    @contextmanager
+    def in_place(self, **settings: Any) -> Iterator[None]:
+        """Put `step_settings` and `settings` into the config; afterwards it is as before.
+
+        Inside, a further call adds its `settings` to what stands there by then.
+        """
+        values = settings if self._entered else {**self.step_settings, **settings}
+        before = {name: getattr(self.config, name) for name in values}
+        for name, value in values.items():
+            setattr(self.config, name, value)
+        self._entered.append(None)
+        try:
+            yield
+        finally:
+            self._entered.pop()
+            for name, value in before.items():
+                setattr(self.config, name, value)
 
     @property
     def gpts(self) -> list[GPTModel]:

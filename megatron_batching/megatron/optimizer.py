@@ -10,11 +10,86 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_batching.megatron.config import OptimizerSettings
 from megatron_batching.megatron.model import PipelineModel, check_fields
+
+
+def take_optimizer(
+    given: OptimizerSettings | MegatronOptimizer, lr_schedule: Any, model: PipelineModel
+) -> tuple[Any, Any]:
+    """Optimizer and schedule of its rates: built from settings, or those that are there.
+
+    Args:
+        given: settings, or an optimizer of the model's chunks.
+        lr_schedule: drives the rates of a given optimizer; None leaves them to its owner.
+        model: this rank's chunks.
+
+    Raises:
+        ValueError: settings that Megatron does not know, an optimizer of other chunks, or a
+            schedule without its optimizer.
+    """
+    if not isinstance(given, OptimizerSettings):
+        check_optimizer(given, model)
+        return given, lr_schedule or OwnersRates()
+    if lr_schedule is not None:
+        raise ValueError(
+            "lr_schedule was passed without the optimizer whose rates it drives; pass that as "
+            "optimizer, or the schedule's settings in OptimizerSettings"
+        )
+    optimizer = build_optimizer(given, model)
+    return optimizer, build_lr_schedule(given, optimizer)
+
+
+def training_settings(model: PipelineModel, optimizer: Any) -> dict[str, Any]:
+    """What a config still lacks for a step that ends in this optimizer's, by field.
+
+    Raises:
+        ValueError: losses would be scaled by another optimizer's loss scale.
+    """
+    config = model.config
+    settings: dict[str, Any] = {}
+    if config.finalize_model_grads_func is None:
+        settings["finalize_model_grads_func"] = finalize_model_grads
+    if has_loss_scale(optimizer):
+        owner = getattr(config.grad_scale_func, "__self__", None)
+        if isinstance(owner, MegatronOptimizer) and owner is not optimizer:
+            raise ValueError(
+                "the config's grad_scale_func is scale_loss of another optimizer, whose loss "
+                "scale this one would not divide by; pass that optimizer, or set it to None"
+            )
+        if config.grad_scale_func is None:
+            settings["grad_scale_func"] = optimizer.scale_loss
+    return settings
+
+
+def check_optimizer(optimizer: Any, model: PipelineModel) -> None:
+    """Raise ValueError unless an optimizer that somebody else made steps these chunks.
+
+    Megatron's distributed and mixed-precision optimizers step copies; of these, those that know
+    their chunks are compared by them.
+    """
+    if not isinstance(optimizer, MegatronOptimizer):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}; pass OptimizerSettings, or what "
+            "megatron.core.optimizer.get_megatron_optimizer gives"
+        )
+    parts = chain(optimizer)
+    own = {id(chunk) for chunk in model.chunks}
+    own_parameters = {id(p) for chunk in model.chunks for p in chunk.parameters()}
+    for part in parts:
+        known = getattr(part, "model_chunks", None)
+        strangers = [c for c in known or () if id(c) not in own]
+        if known is None and type(part).__name__ == "FP32Optimizer":
+            strangers = [p for p in part.get_parameters() if id(p) not in own_parameters]
+        if strangers:
+            raise ValueError(
+                "optimizer was made for other chunks than these: it would step weights that get "
+                "no gradient; make it from the chunks that are passed in"
+            )
 
 
 def build_optimizer(settings: OptimizerSettings, model: PipelineModel) -> Any:
@@ -135,6 +210,20 @@ def build_lr_schedule(settings: OptimizerSettings, optimizer: Any) -> OptimizerP
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
+
+
+class OwnersRates:
+    """In the place of a schedule where an optimizer's owner sets its rates: leaves them alone."""
+
+    def step(self, increment: int) -> None:
+        """Nothing changes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to save; the optimizer's own state holds the rates."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load."""
 
 
 def clear_states(optimizer: Any) -> None:

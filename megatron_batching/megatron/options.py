@@ -286,6 +286,15 @@ def check_options(
             )
 
 
+def reason_against(name: str) -> str | None:
+    """Why an option cannot have its effect in this library; None if nothing is known.
+
+    >>> reason_against("cuda_graph_impl")
+    'a CUDA graph holds for one shape, and micro-batches differ in shape'
+    """
+    return _first(name, UNSERVED)
+
+
 def check_balancing(config: TransformerConfig) -> None:
     """Raise ValueError for a balancing of experts whose result depends on the cut."""
     kinds = config.moe_router_load_balancing_type

@@ -37,6 +37,60 @@ class Placement:
     ep_rank: int = 0
     etp_rank: int = 0
 
+    @classmethod
+    def from_parallel_state(
+        cls, *, device: torch.device | None = None, group: int | None = None
+    ) -> Placement:
+        """Where this process stands in a parallel state that somebody else initialized.
+
+        Args:
+            device: of the model; by default the current GPU, or the CPU in the CPU mode.
+            group: `microbatch_group_size_per_vp_stage` of every step; by default each plan chooses.
+
+        Raises:
+            ValueError: there is no parallel state, it leaves ranks of the world out, or there is
+                neither a GPU nor the CPU mode.
+        """
+        if not parallel_state.model_parallel_is_initialized():
+            raise ValueError(
+                "Megatron has no parallel state: call torch.distributed.init_process_group and "
+                "megatron.core.parallel_state.initialize_model_parallel first"
+            )
+        vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        etp = parallel_state.get_expert_tensor_parallel_world_size()
+        layout = Layout(
+            pp=parallel_state.get_pipeline_model_parallel_world_size(),
+            vpp=vpp,
+            dp=parallel_state.get_data_parallel_world_size(),
+            tp=tp,
+            cp=parallel_state.get_context_parallel_world_size(),
+            ep=parallel_state.get_expert_model_parallel_world_size(),
+            etp=None if etp == tp else etp,
+            group=group if vpp > 1 else None,
+        )
+        if layout.world_size != dist.get_world_size():
+            raise ValueError(
+                f"Megatron's parallel state spans {layout.world_size} ranks, the world has "
+                f"{dist.get_world_size()}: steps are agreed on by the whole world; give the "
+                "trainer a world of its own"
+            )
+        return cls._in(layout, device or _device_of_others())
+
+    @classmethod
+    def _in(cls, layout: Layout, device: torch.device) -> Placement:
+        return cls(
+            layout=layout,
+            device=device,
+            rank=dist.get_rank(),
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            ep_rank=parallel_state.get_expert_model_parallel_rank(),
+            etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        )
+
     @property
     def is_last_stage(self) -> bool:
         """Whether this pipeline rank computes the loss."""
@@ -95,17 +149,7 @@ def initialize(
     )
     WORLD.adopt_groups(others, timeout_s)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    return Placement(
-        layout=layout,
-        device=chosen,
-        rank=dist.get_rank(),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
-    )
+    return Placement._in(layout, chosen)
 
 
 def shut_down() -> None:
@@ -148,3 +192,15 @@ def _choose_device(
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def _device_of_others() -> torch.device:
+    """The device of a process whose world was made outside `initialize`."""
+    if cpu.is_active():
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "torch sees no GPU: call megatron_batching.megatron.cpu.enter() before the process "
+            "group and the model are made, which lets Megatron run without one"
+        )
+    return torch.device("cuda", torch.cuda.current_device())

@@ -71,6 +71,8 @@ def run_schedule(
         collect_non_loss_data: keep what the loss function returns instead of a loss.
         timers: recorder in the place of Megatron's timers.
 
+    What this call puts into the config is taken out again, whatever happens.
+
     Returns:
         What the loss function reported per micro-batch, in execution order; empty on all but
         the last pipeline stage.
@@ -79,24 +81,23 @@ def run_schedule(
     layout = model.placement.layout
     assert (schedule.pp, schedule.vpp) == (layout.pp, layout.vpp)
     assert len(iterators) == len(model.chunks) == layout.vpp
+    settings: dict[str, Any] = {"timers": timers}
     if schedule.group is not None:
-        config.microbatch_group_size_per_vp_stage = schedule.group
-    communicator = None
-    extra: dict[str, Any] = {}
-    if layout.pp > 1 and accepts_communicator():
-        communicator = _communicator(
-            model, schedule, shapes, planned_shapes=planned_shapes, check_shapes=check_shapes
-        )
-        extra = {"p2p_communicator": communicator, "pg_collection": _process_groups(model)}
-    elif layout.pp > 1 and planned_shapes:
-        _warn_about_exchange()
-    planned_shapes = isinstance(communicator, PlannedP2PCommunicator)
-    config.overlap_p2p_comm_warmup_flush = (
-        prefetch and planned_shapes and not check_shapes and config.overlap_p2p_comm
-    )
-    config.timers = timers
-    try:
-        with contextlib.nullcontext() if timers is None else timers.watching():
+        settings["microbatch_group_size_per_vp_stage"] = schedule.group
+    with model.in_place(**settings):
+        communicator = None
+        extra: dict[str, Any] = {}
+        if layout.pp > 1 and accepts_communicator():
+            communicator = _communicator(
+                model, schedule, shapes, planned_shapes=planned_shapes, check_shapes=check_shapes
+            )
+            extra = {"p2p_communicator": communicator, "pg_collection": _process_groups(model)}
+        elif layout.pp > 1 and planned_shapes:
+            _warn_about_exchange()
+        planned_shapes = isinstance(communicator, PlannedP2PCommunicator)
+        early = prefetch and planned_shapes and not check_shapes and config.overlap_p2p_comm
+        watching = contextlib.nullcontext() if timers is None else timers.watching()
+        with model.in_place(overlap_p2p_comm_warmup_flush=early), watching:
             reported = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=list(iterators) if layout.vpp > 1 else iterators[0],
@@ -109,9 +110,6 @@ def run_schedule(
                 collect_non_loss_data=collect_non_loss_data,
                 **extra,
             )
-    finally:
-        config.timers = None
-        config.overlap_p2p_comm_warmup_flush = False
     if communicator is not None:
         communicator.finish()
     return reported
