@@ -21,6 +21,7 @@ import itertools
 import json
 import multiprocessing
 import multiprocessing.process
+import multiprocessing.util
 import os
 import re
 import resource
@@ -253,6 +254,7 @@ def in_fork(rank: int, world_size: int, port: str, log: Path, act: Callable[[], 
         sys.excepthook(kind, error, trace)
         code = 1
     atexit._run_exitfuncs()
+    multiprocessing.util._exit_function()  # one of those that were cleared: it ends children
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
