@@ -16,8 +16,9 @@ from megatron_batching.data import MiniBatch, Sample, shard_mini_batch
 from megatron_batching.engine.fsdp import FSDPEngine
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.loss import CrossEntropy, PolicyLoss, ValueLoss
+from megatron_batching.megatron.config import world_size_from_environment
 from megatron_batching.megatron.parallel import initialize
-from megatron_batching.plan import BatchingOptions, Layout, plan_mini_batch
+from megatron_batching.plan import BatchingOptions, CostModel, Layout, plan_mini_batch
 
 
 def relative(found: torch.Tensor, true: torch.Tensor) -> float:
@@ -128,16 +129,41 @@ def critic_step(
 
 
 def exported(
-    layout: dict[str, Any], split: dict[str, Any] | None = None
+    layout: dict[str, Any], split: dict[str, Any] | None = None, tie_embeddings: bool = False
 ) -> dict[str, torch.Tensor]:
     """Every parameter, whole, as this rank receives it."""
     engine = PipelineEngine(
-        model=replace(MODEL, transformer=split or {}),
+        model=replace(MODEL, transformer=split or {}, tie_embeddings=tie_embeddings),
         placement=initialize(Layout(**layout), device="cpu"),
         batching=BatchingOptions(micro_batch_size=1),
         seed=SEED,
     )
-    return dict(engine.get_per_tensor_param())
+    found = list(engine.get_per_tensor_param())
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def planned_by_cost(lengths: tuple[int, ...]) -> dict[str, Any]:
+    """What engines plan with a cost model, and what they refuse."""
+    placement = initialize(Layout(dp=world_size_from_environment()), device="cpu")
+    options = BatchingOptions(max_tokens_per_micro_batch=96)
+    rising = CostModel(forward=[[0.0, 0.0, 1.0]], backward=[[0.0, 0.0, 2.0]], unit="pair")
+    two_stages = CostModel(forward=[[0.0, 1.0, 0.0]] * 2, backward=[[0.0, 1.0, 0.0]] * 2)
+    plans, said = [], []
+    for kind in (PipelineEngine, FSDPEngine):
+        engine: Any = kind(
+            model=MODEL, placement=placement, batching=options, cost_model=rising, seed=SEED
+        )
+        plans.append(engine.plan(mini_batch(lengths)))
+    wanted = plan_mini_batch(lengths, placement.layout, options, rising)
+    rank_dependent = rising if placement.rank else None
+    for model in (two_stages, rank_dependent):
+        try:
+            PipelineEngine(model=MODEL, placement=placement, batching=options, cost_model=model)
+        except ValueError as error:
+            said.append(str(error))
+    unit = wanted.predicted.unit
+    return {"same": [plan == wanted for plan in plans], "unit": unit, "said": said}
 
 
 def step_without_fields(layout: dict[str, Any], lengths: tuple[int, ...]) -> str:

@@ -306,6 +306,8 @@ TRAIN_ERRORS = {
     "both limits": (["batching.micro_batch_size=2"], ["exactly one"]),
     "override": (["model"], ["model", "section.key=value"]),
     "no distribution": (["data.lengths=@nobody", "layout={pp: 1, vpp: 1, dp: 1}"], ["nobody"]),
+    "cost that is none": (["cost=3"], ["cost=3", "path of a cost file"]),
+    "no cost file": (["cost=nowhere.json", "layout={pp: 1, vpp: 1, dp: 1}"], ["nowhere.json"]),
     "no lengths": (["data.lengths=nowhere.csv", "layout={pp: 1, vpp: 1, dp: 1}"], ["nowhere"]),
 }
 

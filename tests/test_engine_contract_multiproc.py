@@ -105,6 +105,24 @@ def test_every_rank_exports_the_whole_model(pools: Any, layout: Any, split: Any)
         assert all(torch.equal(result[name], true[name]) for name in true)
 
 
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "vpp": 2}], ids=["pp2", "pp2-vpp2"])
+def test_a_tied_weight_is_exported_once(pools: Any, layout: Any) -> None:
+    (true,) = pools[1].run("engine_cases:exported", layout={}, tie_embeddings=True)
+    assert "output_layer.weight" not in true
+    for result in pools[2].run("engine_cases:exported", layout=layout, tie_embeddings=True):
+        assert result.keys() == true.keys()
+        assert all(torch.equal(result[name], true[name]) for name in true)
+
+
+def test_engines_plan_by_the_cost_model_that_they_were_given(pools: Any) -> None:
+    for found in pools[2].run("engine_cases:planned_by_cost", lengths=LENGTHS):
+        assert found["same"] == [True, True]
+        assert found["unit"] == "pair"
+        wrong_stages, differs = found["said"]
+        assert "2" in wrong_stages and "stage" in wrong_stages
+        assert differs.startswith("ranks differ in cost_model: rank 0 has None, rank 1 has {")
+
+
 def test_missing_fields_are_named_before_anything_is_sent(pools: Any) -> None:
     for message in pools[2].run(
         "engine_cases:step_without_fields", layout={"pp": 2}, lengths=LENGTHS

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 SHARDED = {"use_distributed_optimizer": True}
 PER_TOKEN = {"calculate_per_token_loss": True}
@@ -38,6 +39,24 @@ def test_gradients_of_several_calls_add_up(pools: Any, layout: Any, model: Any) 
         assert len(errors) > 2
         worst = max(errors, key=errors.get)
         assert errors[worst] < 1e-5, worst
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2}], ids=["pp2", "dp2"])
+def test_the_bias_of_experts_moves_once_a_step(pools: Any, layout: Any) -> None:
+    results = pools[2].run("verb_cases:expert_bias", layout=layout)
+    for name, tokens in {"two": 133 + 58, "both": 133 + 58, "second": 58}.items():
+        counted = sum(int(n) for found in results for n in found[f"{name} counted"])
+        assert counted == 4 * 2 * tokens  # layers, experts of a token
+    for found in results:
+
+        def same(one: str, other: str, found: Any = found) -> bool:
+            pairs = zip(found[one], found[other], strict=True)
+            return bool(found[one]) and all(torch.equal(a, b) for a, b in pairs)
+
+        assert same("start", "two before") and same("start", "both before")
+        assert not same("start", "both")
+        assert same("two", "both")
+        assert same("second", "second alone")
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "fsdp"])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gpt_cases import MODEL, SEED, mini_batch
+from megatron_batching.data import MiniBatch
 from megatron_batching.engine.fsdp import FSDPEngine
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.megatron.config import OptimizerSettings
@@ -137,3 +138,45 @@ def skipped_step(layout: dict[str, Any]) -> list[dict[str, Any]]:
         for one in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
             one.grad_scaler._scale.fill_(1024.0)
     return steps
+
+
+def expert_bias(layout: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+    """The routers' bias before and after a step on two calls, on both at once, on the second."""
+    transformer = dict(
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_load_balancing_type="none",
+        add_bias_linear=False,
+    )
+    placement = initialize(Layout(**layout), device="cpu")
+    first, second = (mini_batch(lengths) for lengths in BATCHES[:2])
+    both = MiniBatch((*first.samples, *second.samples))
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def note(name: str, engine: PipelineEngine) -> None:
+        biases = [m.expert_bias for c in engine.model.chunks for m in moe_routers_of(c)]
+        found[name] = [bias.clone() for bias in biases]
+
+    for name, calls in {"two": (first, second), "both": (both,), "second": (second,)}.items():
+        engine = build(placement, {"transformer": transformer})
+        note("start", engine)
+        if name == "second":
+            engine.forward_backward_batch(first)
+            engine.optimizer_zero_grad()
+        for call in calls:
+            engine.forward_backward_batch(call)
+        note(f"{name} before", engine)
+        routers = [m for c in engine.model.chunks for m in moe_routers_of(c)]
+        found[f"{name} counted"] = [m.local_tokens_per_expert.sum() for m in routers]
+        engine.optimizer_step()
+        note(name, engine)
+    engine = build(placement, {"transformer": transformer})
+    engine.train_batch(second)
+    note("second alone", engine)
+    return found
+
+
+def moe_routers_of(chunk: Any) -> list[Any]:
+    return [m for m in chunk.modules() if getattr(m, "expert_bias", None) is not None]

@@ -36,7 +36,8 @@ from megatron_batching.megatron.config import (
     check_world_size,
     world_size_from_environment,
 )
-from megatron_batching.plan import read_lengths
+from megatron_batching.plan import load_cost_model, read_lengths
+from megatron_batching.plan.cost_quality import cost_warning
 from megatron_batching.plan.items import gather_items
 from megatron_batching.plan.layout import MOST
 from megatron_batching.plan.limits import check_size
@@ -103,6 +104,7 @@ def run_training(
     """
     check_world_size(config.layout, world_size_from_environment())
     check_training(config)
+    cost_model = None if config.cost is None else load_cost_model(config.cost, config.layout)
     all_lengths = mini_batch_lengths(config.data)
     batching = aligned_batching(config.batching, config.layout, config.model.transformer)
     for lengths in all_lengths:
@@ -129,11 +131,15 @@ def run_training(
         model=config.model,
         placement=placement,
         batching=config.batching,
+        cost_model=cost_model,
         optimizer=config.optimizer,
         seed=config.run.seed,
         planned_shapes=config.run.planned_shapes,
     )
     console = Console(quiet=placement.rank != 0, highlight=False, stderr=as_json)
+    warning = cost_warning(config.cost, config.layout)
+    if warning is not None:
+        console.print(f"warning: {warning}", markup=False)
     if not console.is_terminal:
         console.width = _LOG_WIDTH
     console.print(_describe(engine))

@@ -112,6 +112,8 @@ class TrainConfig:
         default_factory=lambda: BatchingOptions(max_tokens_per_micro_batch=16_384)
     )
     """How mini-batches are cut."""
+    cost: str | None = None
+    """Cost model to plan by: tokens (the default), verl, or a file such as `calibrate` writes."""
     data: DataConfig = field(default_factory=DataConfig)
     """Lengths and mini-batches."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -156,14 +158,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         merged = OmegaConf.merge(read, OmegaConf.from_dotlist(quoted))
         sections = OmegaConf.to_container(merged, resolve=True)
     _check_keys(sections, TrainConfig, prefix="")
-    values = {}
+    values: dict[str, Any] = {}
+    cost = sections.pop("cost", None)
+    if cost is not None and not isinstance(cost, str):
+        raise ValueError(f"cost={cost!r} must be tokens, verl, or the path of a cost file")
     for name, section in sections.items():
         cls = _TYPED.get(name) or _SELF_CHECKED[name]
         if not isinstance(section, dict):
             raise ValueError(f"{name}={section!r} must be a section of key: value lines")
         _check_keys(section, cls, prefix=f"{name}.")
         values[name] = _typed(cls, section) if name in _TYPED else cls(**section)
-    return TrainConfig(**values)
+    return TrainConfig(cost=cost, **values)
 
 
 def _check_keys(section: Mapping[str, Any], cls: type, *, prefix: str) -> None:

@@ -50,7 +50,13 @@ from megatron_batching.loss import (
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings, aligned_batching
 from megatron_batching.megatron.model import PipelineModel, build_model
 from megatron_batching.megatron.parallel import Placement
-from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan, plan_mini_batch
+from megatron_batching.plan import (
+    BatchingOptions,
+    CostModel,
+    Layout,
+    MicroBatchPlan,
+    plan_mini_batch,
+)
 
 
 class FSDPEngine(Engine):
@@ -60,6 +66,7 @@ class FSDPEngine(Engine):
         model: shape and numerics of the GPT.
         placement: from `megatron_batching.megatron.initialize`, with dp alone above 1.
         batching: how mini-batches are cut, unless a plan is passed.
+        cost_model: times to plan by; None counts tokens.
         optimizer: Adam's settings.
         seed: of the initial weights, which are those of the pipeline engine.
         objective: per-token loss; cross entropy by default.
@@ -76,6 +83,7 @@ class FSDPEngine(Engine):
         model: ModelConfig,
         placement: Placement,
         batching: BatchingOptions,
+        cost_model: CostModel | None = None,
         optimizer: OptimizerSettings | None = None,
         seed: int = 0,
         objective: Objective | None = None,
@@ -89,8 +97,11 @@ class FSDPEngine(Engine):
                 f"the FSDP engine shards over replicas only, but the layout is "
                 f"{layout.describe()}; use dp alone, or the megatron backend"
             )
+        if cost_model is not None:
+            cost_model.check_layout(layout)
         self.placement = placement
         self.batching = batching
+        self.cost_model = cost_model
         self.objective: Objective = choose_objective(model_type, objective)
         self.aggregation = as_aggregation(aggregation)
         self._model_config = model
@@ -141,7 +152,7 @@ class FSDPEngine(Engine):
         require_mini_batch(mini_batch)
         owners = mini_batch.owners if isinstance(mini_batch, ShardedMiniBatch) else None
         return plan_mini_batch(
-            mini_batch.lengths, self.placement.layout, self.batching, owners=owners
+            mini_batch.lengths, self.placement.layout, self.batching, self.cost_model, owners
         )
 
     def train_batch(

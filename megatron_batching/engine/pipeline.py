@@ -55,7 +55,7 @@ from megatron_batching.megatron.optimizer import (
 )
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.recorder import MessageLog
-from megatron_batching.plan import BatchingOptions, MicroBatchPlan, plan_mini_batch
+from megatron_batching.plan import BatchingOptions, CostModel, MicroBatchPlan, plan_mini_batch
 
 
 class PipelineEngine(Engine):
@@ -68,6 +68,7 @@ class PipelineEngine(Engine):
             `aligned_batching`.
         infer_batching: how they are cut for passes without backward, which hold less memory;
             as for training if not given.
+        cost_model: times to plan by, such as `calibrate` measures; None counts tokens.
         optimizer: Adam's settings, or Megatron's optimizer of the chunks that are passed in.
         lr_schedule: what drives a ready optimizer's rates: `step(increment=1)` is called after each
             mini-batch, with `state_dict` and `load_state_dict` for checkpoints. Without it a ready
@@ -93,6 +94,7 @@ class PipelineEngine(Engine):
         placement: Placement,
         batching: BatchingOptions,
         infer_batching: BatchingOptions | None = None,
+        cost_model: CostModel | None = None,
         optimizer: OptimizerSettings | MegatronOptimizer | None = None,
         lr_schedule: Any = None,
         seed: int = 0,
@@ -115,6 +117,9 @@ class PipelineEngine(Engine):
         self._failed_load: RuntimeError | None = None
         self.check_shapes = check_shapes
         self._shape_buckets = shape_buckets
+        if cost_model is not None:
+            cost_model.check_layout(placement.layout)
+        self.cost_model = cost_model
         self.infer_batching = infer_batching or batching
         self.objective: Objective = choose_objective(model_type, objective)
         self.aggregation = as_aggregation(aggregation)
@@ -156,6 +161,7 @@ class PipelineEngine(Engine):
             {
                 "model": given if isinstance(given, ModelConfig) else given.config.hidden_size,
                 "batching": (self.batching, self.infer_batching, self.bucket_widths),
+                "cost_model": None if self.cost_model is None else self.cost_model.to_json(),
                 "optimizer": optimizer,
                 "seed": self._seed,
                 "planned_shapes": (self.planned_shapes, self.check_shapes),
@@ -175,7 +181,9 @@ class PipelineEngine(Engine):
         if forward_only:
             options = dataclasses.replace(self.infer_batching, forward_only=True)
         owners = mini_batch.owners if isinstance(mini_batch, ShardedMiniBatch) else None
-        return plan_mini_batch(mini_batch.lengths, self.placement.layout, options, owners=owners)
+        return plan_mini_batch(
+            mini_batch.lengths, self.placement.layout, options, self.cost_model, owners
+        )
 
     def train_batch(
         self, mini_batch: AnyMiniBatch, *, plan: MicroBatchPlan | None = None

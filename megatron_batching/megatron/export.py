@@ -23,17 +23,23 @@ from megatron_batching.megatron.experts import (
 )
 from megatron_batching.megatron.model import PipelineModel
 
+OUTPUT_LAYER = "output_layer.weight"
+
 
 @torch.no_grad()
 def whole_parameters(model: PipelineModel) -> Iterator[tuple[str, torch.Tensor]]:
     """(global name, whole tensor) of every parameter, in the same order on every rank.
 
-    All ranks must go through the iterator to its end together.
+    All ranks must go through the iterator to its end together. The output layer of a model with
+    tied embeddings is the embedding: it goes under that name alone, although the last of several
+    pipeline stages holds a copy under its own. So does the copy that an MTP layer reads.
     """
     # All pipeline stages and all experts are in this group, each once but for tensor parallelism.
     everything = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     own = dict(model.named_parameters())
+    if model.gpts[-1].share_embeddings_and_output_weights:
+        own.pop(OUTPUT_LAYER, None)
     listed: list[Any] = [None] * everything.size()
     mine = [(n, tuple(_shape(n, p)), p.dtype) for n, p in own.items()]
     dist.all_gather_object(listed, (pipeline.rank(), mine), group=everything)
