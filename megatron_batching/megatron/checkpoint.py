@@ -48,6 +48,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -162,7 +163,8 @@ def _load(path: Path, model: PipelineModel, optimizer: Any, lr_schedule: Any) ->
     for i, gpt in enumerate(model.gpts):
         gpt.load_state_dict(loaded[f"model{i}"])
     load_states(optimizer, loaded["optimizer"])
-    lr_schedule.num_steps = 0  # Megatron's schedule adds what was saved to it
+    if isinstance(lr_schedule, OptimizerParamScheduler):
+        lr_schedule.num_steps = 0  # it adds what was saved to its own
     lr_schedule.load_state_dict(saved["lr_schedule"])
     if same_layout:
         _restore_rng(loaded["rng"])
