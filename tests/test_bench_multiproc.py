@@ -8,6 +8,7 @@ Command: pytest tests/test_bench_multiproc.py
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,12 @@ def test_a_link_costs_time_and_keeps_what_it_was_told(pools: Any) -> None:
     assert own == other
     assert own.bytes_per_token == 16 * 4 and own.after_s == 0.25
     assert own.latency >= 0 and own.bandwidth > 0
+
+
+def test_paced_costs_are_costs(pools: Any) -> None:
+    own, other = pools[2].run("bench_cases:paced_costs")
+    assert own == other
+    assert 0 <= own.op_s < math.inf and 0 < own.message_s < math.inf
 
 
 @pytest.mark.parametrize("case", ["calibrate_nowhere", "bench_nowhere"])

@@ -32,7 +32,7 @@ def run(world_size: int, **arguments: Any) -> dict[str, Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(arguments["output"])

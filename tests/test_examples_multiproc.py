@@ -21,7 +21,7 @@ ON_TWO_PROCESSES = re.findall(r"`torchrun --nproc-per-node 2 examples/(\w+\.py)`
 def run(*command: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

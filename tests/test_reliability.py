@@ -36,6 +36,8 @@ from megatron_batching.plan import (
 
 QUADRATIC = uniform_cost_model(Layout(), per_token=0.0, per_pair=1.0)
 
+FUZZ_CASES = 40  # of each kind: seconds
+
 
 def cap(tokens: int, **more: Any) -> dict[str, Any]:
     return {"max_tokens_per_micro_batch": tokens, **more}
@@ -213,7 +215,7 @@ def test_metadata_that_names_code_is_not_unpickled(tmp_path: Path) -> None:
         check_files(tmp_path)
 
 
-def test_fuzzing_finds_nothing_in_ten_seconds() -> None:
-    result = fuzz(list(KINDS), seconds=10)
+def test_fuzzing_finds_nothing() -> None:
+    result = fuzz(list(KINDS), cases=FUZZ_CASES)
     assert not result["failures"]
-    assert all(result["cases"][kind] >= 5 for kind in KINDS)
+    assert result["cases"] == dict.fromkeys(KINDS, FUZZ_CASES)

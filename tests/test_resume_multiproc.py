@@ -114,7 +114,7 @@ def test_a_script_without_a_guard_saves(tmp_path: Path, world_size: int) -> None
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("saved") == world_size

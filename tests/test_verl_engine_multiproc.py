@@ -78,7 +78,7 @@ def run(pools: VerlPools, name: str, **case: Any) -> list[dict[str, Any]]:
     dp = layout.pop("dp", 1)
     case.setdefault("lengths", SHARDS[:dp])
     results = pools[layout.get("pp", 1) * dp].run(
-        case.pop("function", "verl_cases:compare"), layout=layout, timeout_s=240.0, **case
+        case.pop("function", "verl_cases:compare"), layout=layout, **case
     )
     error, of = worst(results)
     assert error < TOLERANCE, of

@@ -24,7 +24,7 @@ def run(code: str) -> tuple[list[str], str]:
         env={**os.environ, **verl_cpu.environment("megatron_batching")},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines(), done.stderr
