@@ -16,6 +16,7 @@ pytest.importorskip("verl", reason="needs pip install megatron-batching[verl]")
 pytest.importorskip("mbridge", reason="needs pip install megatron-batching[verl]")
 
 import verl_cpu
+from megatron_batching.integrations.verl_losses import CUT_DEPENDENT
 from verl_pool import VerlPools, worst
 
 verl_cpu.skip_without_models()
@@ -144,6 +145,27 @@ def test_experts_on_two_replicas(pools: Any, layout: str, loss: str) -> None:
     for more, counts, num_dummies in (("", [4, 4], 0), ("\nmin_num_micro_batches: 5", [5, 5], 2)):
         for result in run(pools, layout, **case, settings="balance: none" + more):
             assert (result["counts"], result["num_dummies"]) == (counts, num_dummies)
+
+
+@by_layout("pp1")
+def test_policy_losses_depend_on_the_cut_only_where_a_warning_says_so(
+    pools: Any, layout: str
+) -> None:
+    """Every policy loss that verl has registered; a new one of theirs fails here."""
+    (found,) = pools[1].run(
+        "verl_cases:policy_losses", limits=CAP, lengths=[[*SHARDS[0], *SHARDS[1]]]
+    )
+    for name, result in found.items():
+        assert not result["verl warned"], name
+        if name in CUT_DEPENDENT:
+            assert result["planned"] > 0.1, name
+            assert result["verl"] > 0.1, name
+            (said,) = result["planned warned"]  # once for two calls
+            assert f"policy loss {name}" in said
+        else:
+            assert max(result["planned"], result["verl"]) < TOLERANCE, name
+            assert not result["planned warned"], name
+    assert set(CUT_DEPENDENT) <= set(found)
 
 
 GROUP_OF_4 = {"override_transformer_config": {"microbatch_group_size_per_vp_stage": 4}}

@@ -8,10 +8,12 @@ results come back as plain numbers and CPU tensors. The workers are started with
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import os
 import tempfile
 import types
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -262,13 +264,14 @@ def _run(engine: Any, data: Any, loss: Any, *, forward_only: bool) -> dict[str, 
     """One pass, and all that can be read off afterwards."""
     reports: list[tuple[float, dict[str, Any]]] = []
 
-    def recorded(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    def recorded(loss: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
         value, metrics = loss(model_output=model_output, data=data, dp_group=dp_group)
         mask = data["loss_mask"]
         reports.append((float(mask.values().sum()), metrics))
         return value, metrics
 
-    function = None if loss is None else recorded
+    # Bound, as verl binds the configs of its losses.
+    function = None if loss is None else partial(recorded, loss)
     if forward_only:
         with engine.eval_mode():
             output = engine.infer_batch(data, loss_function=function)
@@ -337,6 +340,65 @@ def compare(
         "num_dummies": plan.num_dummies,
         "num_moved": plan.num_moved,
     }
+
+
+# What makes the choosing losses choose, and the ratios differ from 1, on 12 samples.
+POLICY_SETTINGS: dict[str, dict[str, Any]] = {
+    "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": -100.0, "clip_cov_ub": 100.0},
+    "kl_cov": {"kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0},
+    "dro": {"dro_beta": 0.5},
+    "bypass_mode": {"rollout_correction": {"loss_type": "reinforce", "rollout_is": "token"}},
+}
+
+
+def policy_loss(name: str, **settings: Any) -> Any:
+    """PPO with one of verl's policy losses, bound as verl's workers bind it."""
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    from verl.workers.config.actor import PolicyLossConfig
+
+    losses = importlib.import_module("verl.workers.utils.losses")
+    settings = {**POLICY_SETTINGS.get(name, {}), **settings}
+    if "rollout_correction" in settings:
+        correction = RolloutCorrectionConfig(**settings["rollout_correction"])
+        settings["rollout_correction"] = correction
+    config = dataclasses.replace(
+        actor_config(), policy_loss=PolicyLossConfig(loss_mode=name, **settings)
+    )
+    return partial(losses.ppo_loss, config=config)
+
+
+def policy_losses(*, limits: dict[str, Any], lengths: list[list[int]]) -> dict[str, Any]:
+    """Of every registered policy loss: how far cut gradients are from those of one micro-batch.
+
+    Returns:
+        Name -> error of the planned engine, error of verl's own under the same limits, and what
+        the planned engine warned of in two calls.
+    """
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    from megatron_batching.integrations.verl_settings import VerlSettings
+
+    theirs, ours = _engines({}, "language_model", False)
+    ours.settings = VerlSettings()
+    whole = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 10**6}
+    found = {}
+    for name in POLICY_LOSS_REGISTRY:
+        loss = policy_loss(name)
+        torch.manual_seed(0)
+        true = _run(theirs, batch(lengths, whole, dp_rank=0), loss, forward_only=False)
+        result: dict[str, Any] = {}
+        for key, engine in (("verl", theirs), ("planned", ours)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    cut = _run(engine, batch(lengths, limits, dp_rank=0), loss, forward_only=False)
+            result[key] = max(
+                _error(cut["gradients"][n], gradient) for n, gradient in true["gradients"].items()
+            )
+            said = [str(w.message) for w in caught]
+            result[f"{key} warned"] = [x for x in said if "how mini-batches are cut" in x]
+        found[name] = result
+    return found
 
 
 def _error(found: torch.Tensor, true: torch.Tensor) -> float:

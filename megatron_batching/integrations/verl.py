@@ -40,6 +40,7 @@ from megatron_batching.integrations.verl_batch import (
     sequence_lengths,
     split_outputs,
 )
+from megatron_batching.integrations.verl_losses import cut_dependence, reduces_over_ranks
 from megatron_batching.integrations.verl_metrics import join_metrics
 from megatron_batching.integrations.verl_settings import VerlSettings, load_settings
 from megatron_batching.megatron.model import PipelineModel, has_transformer_engine
@@ -100,10 +101,12 @@ class PlannedBatches:
         Raises:
             ValueError: the mini-batch cannot be planned; on every rank alike.
         """
-        reason = self._why_verl(data, forward_only=forward_only)
+        reason = self._why_verl(data, loss_function, forward_only=forward_only)
         if reason is not None:
             warnings.warn(f"this batch runs on verl's own path: {reason}", stacklevel=2)
             return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
+        if not forward_only:
+            self._warn_of_cut(loss_function)
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
         lengths, tokens = sequence_lengths(data), loss_tokens(data)
         announced = gather((lengths, tokens), group)
@@ -218,6 +221,7 @@ class PlannedBatches:
             balance=settings.balance,
             min_num_micro_batches=settings.min_num_micro_batches,
             max_num_micro_batches=settings.max_num_micro_batches,
+            same_count=settings.same_count,
             method=settings.method,
             search_budget=settings.search_budget,
             forward_only=forward_only,
@@ -230,8 +234,21 @@ class PlannedBatches:
             owners=holdings.owners,
         )
 
-    def _why_verl(self, data: TensorDict, *, forward_only: bool) -> str | None:
+    def _warn_of_cut(self, loss_function: Any) -> None:
+        """Say once of each reason that the loss in use depends on the cut."""
+        for reason in cut_dependence(loss_function):
+            if reason not in self._warned_of:
+                self._warned_of.add(reason)
+                warnings.warn(
+                    "the result of this loss depends on how mini-batches are cut, here as with "
+                    f"verl's own engine: {reason}",
+                    stacklevel=3,
+                )
+
+    def _why_verl(self, data: TensorDict, loss_function: Any, *, forward_only: bool) -> str | None:
         """Why a batch cannot be planned here, if so."""
+        if reduces_over_ranks(loss_function):
+            return "rollout_is_batch_normalize reduces over all ranks in each micro-batch"
         if not forward_only and _has_router_losses(self.tf_config):
             return "router losses are averaged over micro-batches, dummies among them"
         if not forward_only and getattr(self.tf_config, "moe_router_enable_expert_bias", False):
@@ -247,6 +264,10 @@ class PlannedBatches:
         if not data["input_ids"].is_nested:
             return "input_ids is not jagged"
         return None
+
+    @cached_property
+    def _warned_of(self) -> set[str]:
+        return set()
 
     @property
     def _is_per_token(self) -> bool:

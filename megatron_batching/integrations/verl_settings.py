@@ -41,6 +41,9 @@ class VerlSettings:
     """Fewest micro-batches of a replica."""
     max_num_micro_batches: int | None = None
     """Most micro-batches of a replica."""
+    same_count: bool = False
+    """Every replica runs the same number of micro-batches, for losses that talk to other replicas;
+    always so with expert parallelism."""
     search_budget: int | None = None
     """Bound of the search, see `BatchingOptions`."""
     cost: str | None = None
@@ -60,6 +63,9 @@ class VerlSettings:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}"
                 )
+        for name in ("same_count", "planned_shapes", "check_shapes"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
 
 
 def load_settings(path: str | Path | None = None) -> VerlSettings:
