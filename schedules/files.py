@@ -23,6 +23,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ _WORDS = {
     dict: "a mapping",
     type(None): "null",
 }
+_KINDS = {kind.__name__: kind for kind in (int, float, str, bool, dict)} | {"None": type(None)}
 _MOST = 2**53  # whole numbers up to here are exact in every JSON reader
 
 
@@ -240,6 +242,30 @@ def checked(name: str, value: Any, *kinds: type) -> Any:
         wanted = " or ".join(_WORDS[kind] for kind in kinds)
         raise ValueError(f"{name} must be {wanted}, not {shortened(value)}")
     return value
+
+
+def check_field_types(value: Any, prefix: str = "") -> None:
+    """Raise ValueError unless each field of a dataclass is of a kind that its annotation names.
+
+    Args:
+        value: the dataclass; annotations are strings such as `int` or `float | None`, and fields
+            that are annotated otherwise are left to its own checks.
+        prefix: comes before the field's name in the error.
+
+    >>> from dataclasses import dataclass
+    >>> Size = dataclass(type("Size", (), {"__annotations__": {"rows": "int | None"}}))
+    >>> check_field_types(Size(rows="3"), "size.")
+    Traceback (most recent call last):
+    ...
+    ValueError: size.rows='3' must be a whole number or null
+    """
+    for field in fields(value):
+        names = str(field.type).partition("[")[0].split(" | ")
+        if all(name in _KINDS for name in names):
+            kinds, given = [_KINDS[name] for name in names], getattr(value, field.name)
+            if not any(_is_a(given, kind) for kind in kinds):
+                wanted = " or ".join(_WORDS[kind] for kind in kinds)
+                raise ValueError(f"{prefix}{field.name}={shortened(given)} must be {wanted}")
 
 
 def entries(data: Any, key: str, *kinds: type) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Fuzzer of everything that reads what a user wrote: planner, packing, JSON, YAML, command line.
+"""Fuzzer of all that takes what a user wrote: planner, packing, JSON, YAML, commands, values.
 
 Each case is made from its kind and number alone, so a failure is run again by naming it. A case
 passes if what came out holds every invariant, checked anew here and not by the code under test, or
@@ -441,6 +441,14 @@ def check_command(arguments: list[str]) -> None:
     raise Refused
 
 
+def fuzz_values(rng: random.Random) -> None:
+    """Public values and functions with arguments of the wrong kind."""
+    from fuzz_values import call
+
+    with refusals():
+        call(rng, ODD)
+
+
 def mutated(rng: random.Random, value: Any) -> Any:
     """A deep copy with one thing in it replaced, dropped, doubled or added."""
     value = copy.deepcopy(value)
@@ -506,6 +514,7 @@ KINDS: dict[str, Callable[[random.Random], None]] = {
     "json": fuzz_json,
     "yaml": fuzz_yaml,
     "cli": fuzz_cli,
+    "values": fuzz_values,
 }
 
 

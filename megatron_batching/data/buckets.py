@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan
+from megatron_batching.plan.layout import check_positive
 
 
 def bucket_widths(cap: int, count: int, *, align: int = 1) -> tuple[int, ...]:
@@ -29,8 +30,9 @@ def bucket_widths(cap: int, count: int, *, align: int = 1) -> tuple[int, ...]:
     >>> bucket_widths(1000, 4, align=64)
     (192, 448, 704, 960)
     """
-    if count < 1:
-        raise ValueError(f"shape_buckets={count} must be at least 1, or left out for exact shapes")
+    check_positive("shape_buckets", count, ", or left out for exact shapes")
+    check_positive("cap", cap)
+    check_positive("align", align)
     if cap < align:
         raise ValueError(f"cap {cap} holds no multiple of align {align}; raise the cap")
     steps = cap // align

@@ -26,8 +26,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_batching.data.mini_batch import Sample
+from megatron_batching.data.mini_batch import Sample, as_names, as_samples
 from megatron_batching.plan import aligned, batch_shape
+from megatron_batching.plan.layout import check_positive
+from megatron_batching.plan.options import check_choice
+from megatron_batching.schedules.files import checked, shortened
 
 PAD_ID = 0
 
@@ -110,11 +113,16 @@ class Batch:
             cp: number of ranks; every aligned sample, or the padded width, divides by 2 cp.
             cp_rank: which of them.
         """
-        assert self.held is None
+        if self.held is not None:
+            raise ValueError("this micro-batch is a context-parallel share already; cut the whole")
         starts = self.cu_seqlens.tolist() if self.packing == "packed" else [0, self.width]
         pieces = []
         for start, end in pairwise(starts):
-            assert (end - start) % (2 * cp) == 0, (start, end, cp)
+            if (end - start) % (2 * cp):
+                raise ValueError(
+                    f"{end - start} tokens do not divide by 2 x cp = {2 * cp}; collate with "
+                    f"align={2 * cp}, or a multiple of it"
+                )
             cut = torch.arange(start, end).chunk(2 * cp)
             pieces += [cut[cp_rank], cut[2 * cp - 1 - cp_rank]]
         held = torch.cat(pieces).to(self.input_ids.device)
@@ -127,6 +135,33 @@ class Batch:
             held=held,
         )
         return replace(share, num_tokens=int(share.is_token.sum()))
+
+
+def _checked_shape(
+    samples: Sequence[Sample],
+    weights: Sequence[float],
+    *,
+    packing: str,
+    align: int,
+    width: int | None,
+) -> tuple[int, int]:
+    """(rows, width) of a micro-batch; ValueError if the arguments of `collate` do not fit."""
+    check_choice("packing", packing, ("packed", "padded"))
+    check_positive("align", align)
+    rows, least = batch_shape([len(s) for s in samples], packing=packing, align=align)
+    if width is None:
+        width = least
+    check_positive("width", width)
+    if width < least:
+        raise ValueError(f"width={width} does not hold the samples, which take {least} tokens")
+    if not isinstance(weights, Sequence) or len(weights) != len(samples):
+        raise ValueError(
+            f"sequence_weights={shortened(weights)} must be a list with a number for each of the "
+            f"{len(samples)} samples"
+        )
+    for weight in weights:
+        checked("a sequence weight", weight, float)
+    return rows, width
 
 
 def collate(
@@ -152,16 +187,16 @@ def collate(
         width: pad every row to so many tokens, which must hold the samples; by default the least.
 
     Raises:
-        ValueError: a sample lacks one of the fields.
+        ValueError: a sample lacks one of the fields, or an argument does not fit the others.
 
     >>> a, b = torch.tensor([1, 2, 3]), torch.tensor([7, 8])
     >>> one = [Sample(input_ids=x, loss_mask=torch.ones(len(x))) for x in (a, b)]
     >>> collate(one, packing="packed", align=2).input_ids.tolist()
     [[1, 2, 3, 0, 7, 8]]
     """
-    shape = batch_shape([len(s) for s in samples], packing=packing, align=align)
-    rows, width = shape[0], shape[1] if width is None else width
-    assert width >= shape[1], (width, shape)
+    samples, fields = as_samples(samples), as_names(fields)
+    weights = [1.0] * len(samples) if sequence_weights is None else sequence_weights
+    rows, width = _checked_shape(samples, weights, packing=packing, align=align, width=width)
     slots = _slots([len(s) for s in samples], packing=packing, align=align)
 
     def laid_out(pieces: Sequence[Tensor], dtype: torch.dtype, fill: int = 0) -> Tensor:
@@ -180,7 +215,6 @@ def collate(
     # makes at position i - 1. So masks and fields lose their first entry, labels their first
     # token, and all are laid out one position to the left of where they stood.
     masks = [s.loss_mask[1:].double() for s in samples]
-    weights = [1.0] * len(samples) if sequence_weights is None else sequence_weights
     return Batch(
         input_ids=laid_out([s.input_ids for s in samples], torch.int64, PAD_ID),
         labels=laid_out([s.input_ids[1:] for s in samples], torch.int64, PAD_ID),

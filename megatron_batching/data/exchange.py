@@ -34,7 +34,8 @@ def exchange(messages: Sequence[Any], group: dist.ProcessGroup | None) -> list[A
         group: with gloo, bytes travel through host memory; with NCCL through the current GPU.
     """
     world = 1 if group is None else dist.get_world_size(group)
-    assert len(messages) == world
+    if len(messages) != world:
+        raise ValueError(f"{len(messages)} messages for {world} ranks; give one for each")
     if world == 1:
         return list(messages)
     rank = dist.get_rank(group)

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
+from megatron_batching.schedules.files import shortened
+
 T = TypeVar("T")
 
 
@@ -92,11 +94,15 @@ def restore_order(
         outputs: for each micro-batch one value per sample, in the same order.
 
     Raises:
-        ValueError: a micro-batch gave more or fewer values than it holds samples.
+        ValueError: a micro-batch gave more or fewer values than it holds samples, or a sample came
+            back twice.
 
     >>> restore_order([[3, 0], [], [1]], [["d", "a"], [], ["b"]])
     {0: 'a', 1: 'b', 3: 'd'}
     """
+    for name, value in (("samples_of", samples_of), ("outputs", outputs)):
+        if not _is_list_of_lists(value):
+            raise ValueError(f"{name}={shortened(value)} must hold a list for each micro-batch")
     if len(samples_of) != len(outputs):
         raise ValueError(
             f"{len(outputs)} outputs came back for {len(samples_of)} micro-batches; "
@@ -109,5 +115,12 @@ def restore_order(
                 f"micro-batch {i} holds {len(samples)} samples but returned {len(values)} "
                 "values; return one per sample"
             )
-        restored.update(zip(samples, values, strict=True))
+        for sample, value in zip(samples, values, strict=True):
+            if sample in restored:
+                raise ValueError(f"sample {sample} came back twice: in micro-batch {i} again")
+            restored[sample] = value
     return dict(sorted(restored.items()))
+
+
+def _is_list_of_lists(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(x, list | tuple) for x in value)

@@ -8,6 +8,11 @@ mistake that no default should settle.
 
 from __future__ import annotations
 
+from typing import Any
+
+from megatron_batching.plan.layout import check_positive
+from megatron_batching.schedules.files import checked
+
 
 def batching_limits(
     *,
@@ -30,6 +35,7 @@ def batching_limits(
     >>> batching_limits(use_dynamic_bsz=False, max_token_len_per_gpu=1, micro_batch_size_per_gpu=2)
     {'micro_batch_size': 2}
     """
+    checked("use_dynamic_bsz", use_dynamic_bsz, bool, type(None))
     given = (max_token_len_per_gpu is not None, micro_batch_size_per_gpu is not None)
     if use_dynamic_bsz is None:
         if all(given):
@@ -45,10 +51,18 @@ def batching_limits(
                 "dynamic batching (use_dynamic_bsz=true) needs max_token_len_per_gpu, the token "
                 "cap of a micro-batch; give it, or set use_dynamic_bsz=false"
             )
-        return {"max_tokens_per_gpu": int(max_token_len_per_gpu)}
+        return {"max_tokens_per_gpu": _whole("max_token_len_per_gpu", max_token_len_per_gpu)}
     if micro_batch_size_per_gpu is None:
         raise ValueError(
             "fixed batching (use_dynamic_bsz=false) needs micro_batch_size_per_gpu, the samples "
             "in a micro-batch; give it, or set use_dynamic_bsz=true"
         )
-    return {"micro_batch_size": int(micro_batch_size_per_gpu)}
+    return {"micro_batch_size": _whole("micro_batch_size_per_gpu", micro_batch_size_per_gpu)}
+
+
+def _whole(name: str, value: Any) -> int:
+    """The value as an int; YAML reads 1e4 as a float."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    check_positive(name, value)
+    return int(value)

@@ -155,6 +155,13 @@ def as_samples(samples: Any) -> tuple[Sample, ...]:
     return found
 
 
+def as_names(fields: Any) -> tuple[str, ...]:
+    """A tuple of field names; ValueError if it is none."""
+    if isinstance(fields, str) or not isinstance(fields, Sequence):
+        raise ValueError(f"fields={shortened(fields)} must be a list of names")
+    return tuple(fields)
+
+
 def _as_tensor(name: str, value: Any) -> Tensor:
     """A tensor of real numbers from itself, a list or a numpy array."""
     if not isinstance(value, Tensor):

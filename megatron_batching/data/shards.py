@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from megatron_batching.data.exchange import exchange, gather
-from megatron_batching.data.mini_batch import Sample
+from megatron_batching.data.mini_batch import Sample, as_samples
 from megatron_batching.loss.aggregation import Counts
 from megatron_batching.plan import MicroBatchPlan
 
@@ -156,8 +156,21 @@ def shard_mini_batch(
     Args:
         samples: this replica's; replicas may hold different numbers of them, or none.
         group: data-parallel group; None for a single replica.
+
+    Raises:
+        ValueError: some replica's samples are no list of `Sample`; on every rank alike.
     """
-    announced = gather([(len(s), s.num_loss_tokens, s.num_mtp_tokens) for s in samples], group)
+    problem, announcement = None, []
+    try:
+        samples = as_samples(samples)
+        announcement = [(len(s), s.num_loss_tokens, s.num_mtp_tokens) for s in samples]
+    except ValueError as error:
+        problem = str(error)
+    received = gather((problem, announcement), group)
+    problem = next((said for said, _ in received if said is not None), None)
+    if problem is not None:
+        raise ValueError(problem)
+    announced = [shard for _, shard in received]
     holdings = Holdings(
         counts=tuple(len(shard) for shard in announced),
         rank=0 if group is None else dist.get_rank(group),

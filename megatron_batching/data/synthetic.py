@@ -12,6 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from megatron_batching.data.mini_batch import MiniBatch, Sample
+from megatron_batching.plan.items import check_lengths
+from megatron_batching.plan.layout import check_positive
+from megatron_batching.schedules.files import checked
 
 _NOISE = 0.1
 
@@ -30,6 +33,14 @@ def synthetic_mini_batch(
     >>> synthetic_mini_batch([4, 2], vocab_size=8, seed=0).lengths
     (4, 2)
     """
+    lengths = check_lengths(lengths).tolist()
+    check_positive("vocab_size", vocab_size)
+    if vocab_size < 2:
+        raise ValueError(f"vocab_size={vocab_size} must be at least 2: sequences count through it")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2^63 - 1")
+    if not 0 <= checked("prompt_fraction", prompt_fraction, float) <= 1:
+        raise ValueError(f"prompt_fraction={prompt_fraction} must be from 0 to 1")
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for n in lengths:

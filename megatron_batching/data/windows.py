@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_batching.plan import balance_batch
+from megatron_batching.plan.items import check_lengths
+from megatron_batching.plan.layout import check_positive
+from megatron_batching.schedules.files import check_field_types
 
 REMAINDERS = ("error", "drop", "keep")
 
@@ -45,9 +48,11 @@ class MiniBatchOptions:
     """With `balance`: responses to one prompt stay on one replica."""
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         for name in ("mini_batch_size", "responses_per_prompt", "epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            check_positive(name, getattr(self, name))
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must be at least 0")
         if self.remainder not in REMAINDERS:
             raise ValueError(f"remainder={self.remainder!r} is not one of {', '.join(REMAINDERS)}")
 
@@ -86,6 +91,8 @@ def deal_out(
     >>> deal_out([5, 1, 4, 2], MiniBatchOptions(mini_batch_size=2, balance=True), dp=2)
     ((0, 2), (1, 3))
     """
+    check_positive("dp", dp)
+    lengths = check_lengths(lengths).tolist()
     size = options.samples_per_mini_batch
     num_samples = len(lengths)
     left_over = num_samples % size

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings, stages_of
 from megatron_batching.plan import BatchingOptions, Layout
 from megatron_batching.plan.layout import check_positive
-from megatron_batching.schedules.files import parsing
+from megatron_batching.schedules.files import check_field_types, parsing
 
 T = TypeVar("T")
 MOST_SEED = 2**31  # torch's generators take more, numpy's and Megatron's sums of seeds do not
@@ -44,6 +44,7 @@ class DataConfig:
     """Longer samples are cut to this many tokens."""
 
     def __post_init__(self) -> None:
+        check_field_types(self, "data.")
         for name in ("samples_per_mini_batch", "num_mini_batches"):
             check_positive(f"data.{name}", getattr(self, name))
         if not 0 < self.length_scale < math.inf:
@@ -72,6 +73,7 @@ class RunConfig:
     """Where timelines and reports go."""
 
     def __post_init__(self) -> None:
+        check_field_types(self, "run.")
         if not 0 <= self.seed < MOST_SEED:
             raise ValueError(f"run.seed={self.seed} must be from 0 to {MOST_SEED - 1}")
         if not 0 < self.timeout_s <= LONGEST_S:
@@ -92,6 +94,7 @@ class CompareConfig:
     """Measured steps of each; they alternate, and medians are reported."""
 
     def __post_init__(self) -> None:
+        check_field_types(self, "compare.")
         for name in ("micro_batch_size", "repeats"):
             check_positive(f"compare.{name}", getattr(self, name))
         if self.repeats > MOST_REPEATS:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from megatron_batching.data import MicroBatchFeed
+from megatron_batching.engine.step_checks import check_plan_layout, require_plan
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.recorder import StepRecorder
 from megatron_batching.megatron.schedule import ForwardStep, run_schedule
@@ -50,7 +51,12 @@ def run_replica(
     Returns:
         What the loss function reported for each micro-batch, dummies included, in execution
         order; empty on all but the last pipeline stage.
+
+    Raises:
+        ValueError: the plan is for another layout, or shapes do not fit it.
     """
+    require_plan(plan)
+    check_plan_layout(plan, model.placement.layout)
     dp_rank = model.placement.dp_rank
     schedule = plan.schedule(dp_rank, forward_only=forward_only)
     feed = MicroBatchFeed(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_batching.data import MiniBatch, Sample, ShardedMiniBatch
+from megatron_batching.data.mini_batch import as_names
 from megatron_batching.megatron.agreement import require_agreement
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan
@@ -124,6 +125,7 @@ def check_samples(
             negative or not finite, a missing field, or one that is not finite where the loss
             counts.
     """
+    fields = as_names(fields)
     if not samples:
         return
     numbers, held = tuple(samples), tuple(samples.values())
@@ -210,13 +212,7 @@ def check_plan(
     """
     require_plan(plan)
     _check_lengths(plan.lengths, mini_batch.lengths)
-    sizes = [f.name for f in fields_of(Layout) if f.name != "group"]
-    for name in sizes:
-        if getattr(plan.layout, name) != getattr(layout, name):
-            raise ValueError(
-                f"the plan is for {_sizes(plan.layout, sizes)}, the engine runs "
-                f"{_sizes(layout, sizes)}: {name} differs; plan for the engine's layout"
-            )
+    check_plan_layout(plan, layout)
     problems = [_problem(plan, layout, options) for options in allowed]
     if all(problems):
         raise ValueError(
@@ -230,6 +226,17 @@ def check_plan(
             raise ValueError(
                 f"the plan is of another mini-batch: sample {row} lies on dp rank {real}, the plan "
                 f"says {planned}; plan with owners=mini_batch.owners"
+            )
+
+
+def check_plan_layout(plan: MicroBatchPlan, layout: Layout) -> None:
+    """Raise ValueError unless a plan is for these sizes; the group may be each plan's own."""
+    sizes = [f.name for f in fields_of(Layout) if f.name != "group"]
+    for name in sizes:
+        if getattr(plan.layout, name) != getattr(layout, name):
+            raise ValueError(
+                f"the plan is for {_sizes(plan.layout, sizes)}, the ranks stand in "
+                f"{_sizes(layout, sizes)}: {name} differs; plan for the layout that runs"
             )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_batching.schedules.files import parsing
+from megatron_batching.schedules.files import check_field_types, parsing
 
 VARIABLE = "MEGATRON_BATCHING_CONFIG"
 
@@ -54,6 +54,7 @@ class VerlSettings:
     """Exchange them all the same and compare, for debugging."""
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         for name, choices in (
             ("method", ("search", "baseline")),
             ("balance", ("replicas", "none")),
@@ -63,9 +64,6 @@ class VerlSettings:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}"
                 )
-        for name in ("same_count", "planned_shapes", "check_shapes"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
 
 
 def load_settings(path: str | Path | None = None) -> VerlSettings:

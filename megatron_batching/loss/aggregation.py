@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_batching.schedules.files import check_field_types, shortened
+
 MODES = (
     "token-mean",
     "token-sum",
@@ -46,8 +48,13 @@ class Counts:
     tokens_per_sequence: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tokens_per_sequence, tuple):
+            raise ValueError(
+                f"tokens_per_sequence={shortened(self.tokens_per_sequence)} must be a tuple with "
+                "the sum of each sequence's loss mask"
+            )
         for s, n in enumerate(self.tokens_per_sequence):
-            if not 0 <= n < float("inf"):
+            if not isinstance(n, int | float) or not 0 <= n < float("inf"):
                 raise ValueError(
                     f"the loss mask of sample {s} sums to {n}; its entries must be finite and "
                     "not negative"
@@ -83,6 +90,7 @@ class Aggregation:
     norm: float | None = None
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         if self.mode not in MODES:
             raise ValueError(f"aggregation mode {self.mode!r} is not one of {', '.join(MODES)}")
         if (self.norm is not None) != (self.mode == "seq-mean-token-sum-norm"):

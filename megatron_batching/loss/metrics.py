@@ -46,7 +46,10 @@ class Total:
 
     def __add__(self, other: Total) -> Total:
         """The metric over the tokens of both."""
-        assert self.how == other.how
+        if self.how != other.how:
+            raise ValueError(
+                f"a {self.how} and a {other.how} cannot be joined; give the metrics other names"
+            )
         join = {"min": min, "max": max}.get(self.how, lambda pair: pair[0] + pair[1])
         return Total(
             how=self.how,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_batching.loss.log_probs import TokenLogProbs
+from megatron_batching.schedules.files import check_field_types
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
 MAX_LOG_RATIO = 20.0
@@ -77,6 +78,10 @@ class CrossEntropy:
     reads_values: bool = field(default=False, init=False)
     needs_entropy: bool = field(default=False, init=False)
 
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        _check_temperature(self.temperature)
+
     @property
     def metrics(self) -> Mapping[str, str]:
         """Loss alone, which the engine reports for every objective."""
@@ -119,6 +124,7 @@ class PolicyLoss:
     reads_values: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         for name in ("clip_low", "clip_high"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0; 0.2 is usual")
@@ -127,6 +133,7 @@ class PolicyLoss:
                 f"dual_clip={self.dual_clip} must be above 1, or None to switch it off"
             )
         _check_kl(self.kl)
+        _check_temperature(self.temperature)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -209,6 +216,7 @@ class ValueLoss:
     needs_entropy: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip} must be above 0, or None to switch it off")
 
@@ -262,6 +270,11 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) 
         return d.abs()
     d = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(-d) + d
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be above 0; 1 leaves the logits alone")
 
 
 def _check_kl(estimator: str) -> None:

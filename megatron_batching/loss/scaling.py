@@ -37,6 +37,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_batching.schedules.files import check_field_types
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling:
@@ -60,6 +62,12 @@ class LossScaling:
     dp: int
     cp: int
     num_tokens: int
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        for name in ("num_micro_batches", "dp", "cp", "num_tokens"):
+            if not 0 < getattr(self, name) < 2**31:  # Megatron counts tokens in 32 bits
+                raise ValueError(f"{name}={getattr(self, name)} must be from 1 to 2^31 - 1")
 
     def value(self, share: Tensor) -> Tensor:
         """What to return as the micro-batch's loss; a new tensor, as Megatron changes it."""

@@ -16,6 +16,7 @@ from megatron_batching.megatron.environment import LaunchEnvironment
 from megatron_batching.plan import BatchingOptions, Layout
 from megatron_batching.plan.layout import MOST, check_positive
 from megatron_batching.plan.stages import Stage, pipeline_stages
+from megatron_batching.schedules.files import check_field_types
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
@@ -68,6 +69,7 @@ class ModelConfig:
     it says otherwise."""
 
     def __post_init__(self) -> None:
+        check_field_types(self, "model.")
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
         for name in (*sizes, "max_sequence_length"):
             check_positive(f"model.{name}", getattr(self, name))
@@ -126,6 +128,7 @@ class OptimizerSettings:
     initial_loss_scale for fp16."""
 
     def __post_init__(self) -> None:
+        check_field_types(self, "optimizer.")
         for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
             if not 0 <= getattr(self, name) < math.inf:
                 off = " (off)" if name == "clip_grad" else ""

@@ -76,11 +76,13 @@ def run_schedule(
     Returns:
         What the loss function reported per micro-batch, in execution order; empty on all but
         the last pipeline stage.
+
+    Raises:
+        ValueError: schedule, iterators or shapes do not fit the model's layout.
     """
     config = model.config
     layout = model.placement.layout
-    assert (schedule.pp, schedule.vpp) == (layout.pp, layout.vpp)
-    assert len(iterators) == len(model.chunks) == layout.vpp
+    _check_call(model, schedule, iterators=iterators, shapes=shapes)
     settings: dict[str, Any] = {"timers": timers}
     if schedule.group is not None:
         settings["microbatch_group_size_per_vp_stage"] = schedule.group
@@ -113,6 +115,30 @@ def run_schedule(
     if communicator is not None:
         communicator.finish()
     return reported
+
+
+def _check_call(
+    model: PipelineModel,
+    schedule: PipelineSchedule,
+    *,
+    iterators: Sequence[Any],
+    shapes: Sequence[Any],
+) -> None:
+    layout = model.placement.layout
+    if (schedule.pp, schedule.vpp) != (layout.pp, layout.vpp):
+        raise ValueError(
+            f"the schedule is for pp {schedule.pp} x vpp {schedule.vpp}, the ranks stand in pp "
+            f"{layout.pp} x vpp {layout.vpp}; make the schedule for the layout that runs"
+        )
+    if not len(iterators) == len(model.chunks) == layout.vpp:
+        raise ValueError(
+            f"{len(iterators)} iterators for {len(model.chunks)} chunks at vpp {layout.vpp}; give "
+            "each chunk of this rank an iterator of its own"
+        )
+    if len(shapes) != schedule.num_micro_batches:
+        raise ValueError(
+            f"{len(shapes)} shapes for {schedule.num_micro_batches} micro-batches; give one each"
+        )
 
 
 def accepts_communicator() -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 from megatron_batching.plan.cost import CostModel
 from megatron_batching.plan.items import check_lengths, group_rows
 from megatron_batching.plan.layout import check_positive
+from megatron_batching.plan.options import as_groups
 from megatron_batching.plan.partition import longest_first
 
 MOST_SWAPS = 1000
@@ -62,8 +63,8 @@ def balance_batch(
     costs = values.astype(float)
     if cost_model is not None:
         costs = cost_model.load(np.stack([0 * costs, costs, costs**2], axis=1))
-    groups = tuple(sample_groups) if isinstance(sample_groups, Sequence) else sample_groups
-    members = np.array(_equal_groups(group_rows(len(values), groups), size, dp))
+    rows = group_rows(len(values), as_groups(sample_groups))
+    members = np.array(_equal_groups(rows, size, dp))
     window = members[:, 0] // size
     blocks: list[list[int]] = [[] for _ in range(dp)]
     for w in range(len(values) // size):

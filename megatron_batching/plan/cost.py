@@ -20,7 +20,15 @@ from typing import Any
 import numpy as np
 
 from megatron_batching.plan.layout import Layout
-from megatron_batching.schedules.files import entry, one_line, parsing, read_json, why_unreadable
+from megatron_batching.schedules.files import (
+    checked,
+    entry,
+    one_line,
+    parsing,
+    read_json,
+    shortened,
+    why_unreadable,
+)
 
 NUM_FEATURES = 3
 NAMED_COST_MODELS = ("tokens", "verl")  # for every layout
@@ -168,6 +176,10 @@ def uniform_cost_model(
     >>> uniform_cost_model(Layout(pp=2)).forward[0]
     array([128. ,   0.5,   0. ])
     """
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout={shortened(layout)} must be a Layout")
+    for name, value in (("overhead", overhead), ("per_token", per_token), ("per_pair", per_pair)):
+        checked(name, value, float)
     row = np.array([overhead, per_token, per_pair]) / layout.num_virtual_stages
     forward = np.tile(row, (layout.num_virtual_stages, 1))
     return CostModel(forward=forward, backward=BACKWARD_OVER_FORWARD * forward, unit=unit)

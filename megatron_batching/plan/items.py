@@ -58,7 +58,7 @@ def contiguous_owners(num_samples: int, dp: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(dp) for _ in range(base + (rank < extra)))
 
 
-def check_lengths(lengths: Sequence[int]) -> np.ndarray:
+def check_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     """Lengths as an int64 array [K]; ValueError says what they are instead, or names the first
     that is no length."""
     if (
@@ -109,7 +109,7 @@ def _refuse_entries(values: list[Any]) -> NoReturn:
 
 
 def gather_items(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | np.ndarray,
     layout: Layout,
     options: BatchingOptions,
     owners: Sequence[int] | None = None,

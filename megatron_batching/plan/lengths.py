@@ -26,7 +26,7 @@ from typing import TextIO
 
 import numpy as np
 
-from megatron_batching.plan.layout import MOST
+from megatron_batching.plan.layout import MOST, check_positive
 from megatron_batching.schedules.files import one_line, shortened, why_unreadable
 
 PROBABILITIES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99,
@@ -54,16 +54,20 @@ def sample_lengths(name: str, num_samples: int = DEFAULT_SAMPLES, seed: int = 0)
     >>> sample_lengths("azure_conv", 4)
     [1505, 801, 284, 164]
     """
-    if name not in QUANTILES:
+    check_positive("num_samples", num_samples)
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed={shortened(seed)} must be a whole number of at least 0")
+    if not isinstance(name, str) or name not in QUANTILES:
         raise ValueError(
-            f"@{name} is no built-in distribution: choose one of {', '.join(QUANTILES)}"
+            f"@{' '.join(str(name).split())} is no built-in distribution: choose one of "
+            + ", ".join(QUANTILES)
         )
     uniform = np.random.Generator(np.random.PCG64(seed)).random(num_samples)
     drawn = np.interp(uniform, PROBABILITIES, QUANTILES[name])
     return [int(length) for length in np.floor(drawn + 0.5)]
 
 
-def read_lengths(source: str, seed: int = 0) -> list[int]:
+def read_lengths(source: str | Path, seed: int = 0) -> list[int]:
     """Lengths from a CSV, a list of numbers, `-` (standard input), `@name` or `@name:N`.
 
     A CSV has a column `length`, or the columns `prompt_tokens` and `response_tokens`, which are
@@ -75,6 +79,9 @@ def read_lengths(source: str, seed: int = 0) -> list[int]:
     >>> len(read_lengths("@deepseek_r1:8"))
     8
     """
+    if not isinstance(source, str | Path):
+        raise ValueError(f"source={shortened(source)} must be a file's name, '-' or @name")
+    source = str(source)
     if source.startswith("@"):
         return _read_distribution(source, seed)
     if source == "-":

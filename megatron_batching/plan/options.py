@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
+from typing import Any
 
 from megatron_batching.plan.layout import Layout, check_positive
 from megatron_batching.schedules.files import shortened
@@ -20,6 +21,25 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}")
+
+
+def as_groups(groups: Any) -> int | tuple[int, ...] | None:
+    """Sample groups as planning takes them: a size, a tuple of ids, or None; ValueError else."""
+    if groups is None:
+        return None
+    if isinstance(groups, int):
+        check_positive("sample_groups", groups)
+        return groups
+    try:
+        ids = tuple(int(group) for group in groups)
+        if any(a != b for a, b in zip(ids, groups, strict=True)):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise ValueError(
+            f"sample_groups={shortened(groups)} must be a whole number, or a list with one group "
+            "id for each sample"
+        ) from None
+    return ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +112,7 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
             raise ValueError(
                 f"min_num_micro_batches={low} is over max_num_micro_batches={high}: lower the first"
             )
-        if isinstance(self.sample_groups, int):
-            check_positive("sample_groups", self.sample_groups)
-        elif self.sample_groups is not None:
-            try:
-                groups = tuple(int(g) for g in self.sample_groups)
-            except (TypeError, ValueError, OverflowError):
-                raise ValueError(
-                    f"sample_groups={shortened(self.sample_groups)} must be a whole number, or a "
-                    "list with one group id for each sample"
-                ) from None
-            object.__setattr__(self, "sample_groups", groups)
+        object.__setattr__(self, "sample_groups", as_groups(self.sample_groups))
 
     def token_cap(self, layout: Layout) -> int | None:
         """Hard cap in tokens of one replica; None in fixed batching."""

@@ -12,9 +12,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from megatron_batching.plan.bound import lower_bounds
 from megatron_batching.plan.cost import CostModel, uniform_cost_model
-from megatron_batching.plan.items import Items, gather_items
+from megatron_batching.plan.items import Items, check_lengths, gather_items
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.limits import check_size
 from megatron_batching.plan.micro_batch_plan import MicroBatch, MicroBatchPlan, ReplicaPlan
@@ -23,6 +25,7 @@ from megatron_batching.plan.pack import Packer, Packing
 from megatron_batching.plan.padding import padded_lengths
 from megatron_batching.plan.predict import Prediction, predict
 from megatron_batching.plan.search import Search
+from megatron_batching.schedules.files import shortened
 
 # Stands in until rows that were cut elsewhere are known to be legal, which simulating needs.
 _NOT_YET = Prediction(
@@ -181,12 +184,16 @@ def lower_bounds_of(
 
 
 def _packer(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | np.ndarray,
     layout: Layout,
     options: BatchingOptions,
     cost_model: CostModel | None,
     owners: Sequence[int] | None,
 ) -> Packer:
+    for name, value, kind in (("layout", layout, Layout), ("options", options, BatchingOptions)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}={shortened(value)} must be a {kind.__name__}")
+    lengths = check_lengths(lengths)
     check_size(len(lengths), layout, options)
     model = cost_model if cost_model is not None else uniform_cost_model(layout)
     model.check_layout(layout)
