@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from megatron_batching.cli import main
+from megatron_batching.cli import app, main
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 
@@ -326,6 +328,15 @@ def test_train_with_a_config_that_is_no_yaml(run: Any, tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text("layout: {pp: 2\n")
     check_error(run("train", "--config", str(broken)), ["broken.yaml"])
+
+
+def test_the_documents_say_every_option() -> None:
+    text = (DEMO.parents[1] / "docs" / "commands.md").read_text()
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        assert f"`{name} " in text
+        for parameter in command.params:
+            for option in parameter.opts:
+                assert not option.startswith("--") or re.search(rf"[` ]{option}\b", text), option
 
 
 def check_error(result: tuple[int, str, str], words: list[str]) -> None:
