@@ -7,6 +7,7 @@ Command: pytest tests/test_stages_multiproc.py
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,3 +74,23 @@ def test_padded(pools: Any) -> None:
 @pytest.mark.parametrize("name", ["string", "nothing in the middle"])
 def test_tied_embeddings(pools: Any, name: str) -> None:
     check(pools, name, tie_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    "ddp", [{}, {"use_distributed_optimizer": True}], ids=["plain", "distributed optimizer"]
+)
+def test_training_goes_on_under_another_split(pools: Any, ddp: Any, tmp_path: Path) -> None:
+    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (VPP2, {WRITTEN: "E|t|tt|tL"}),
+        (PP2, {FIRST: 3}),
+        (PP2, {}),
+        ({"dp": 2}, {}),
+        (VPP2, {WRITTEN: "E|tt|tt|L"}),
+    ]
+    for results in pools[2].run(
+        "stage_cases:resumed", ways=ways, directory=str(tmp_path / "step2"), ddp=ddp
+    ):
+        assert len(results) == len(ways) - 1
+        for losses, weights in results:
+            # Adam divides a gradient by its size, so rounding counts more than in the gradient.
+            assert max(losses) < 1e-6 and weights < 1e-5
