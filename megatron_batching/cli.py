@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -250,6 +250,12 @@ def what_if(
     num_layers: Annotated[
         int | None, typer.Option(help="Leave out layouts that do not divide the layers.")
     ] = None,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE of Megatron's, how layers are split over stages; may be repeated."
+        ),
+    ] = None,
     group: Group = None,
     cost: Cost = None,
     as_json: AsJson = False,
@@ -273,6 +279,7 @@ def what_if(
             ep=ep,
             etp=etp,
             num_layers=num_layers,
+            split=_assignments("--split", split or []),
             group=group,
             cost=cost,
         )
@@ -420,6 +427,20 @@ def _naming(options: Mapping[str, str]) -> Iterator[None]:
             return f"{options[found[1]]} {shlex.quote(value)}"
 
         raise ValueError(re.sub(assignment, as_option, str(error))) from error
+
+
+def _assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE, each value read as YAML."""
+    from omegaconf import OmegaConf
+
+    from megatron_batching.schedules.files import parsing
+
+    for text in texts:
+        if "=" not in text:
+            raise ValueError(f"{option} is {text!r}: write NAME=VALUE")
+    with parsing(f"{option} {' '.join(texts)}"):
+        values: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(texts)))
+    return values
 
 
 def _numbers(option: str, text: str) -> list[int]:

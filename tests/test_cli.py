@@ -182,6 +182,10 @@ def test_what_if_marks_the_best_layout(run: Any, lengths_file: str) -> None:
     code, out, _ = run("what-if", lengths_file, "--gpus=4", "--max-tokens=400,800")
     assert code == 0
     assert out.count("<- best") == 1
+    options = ["--num-layers=3", "--split=pipeline_model_parallel_layout=Et*2|tL", "--json"]
+    code, out, _ = run("what-if", lengths_file, "--gpus=4", "--max-tokens=400", *options)
+    assert code == 0
+    assert {(row["pp"], row["vpp"]) for row in json.loads(out)["rows"]} == {(2, 1)}
 
 
 @pytest.mark.parametrize(
@@ -191,6 +195,7 @@ def test_what_if_marks_the_best_layout(run: Any, lengths_file: str) -> None:
         (["what-if", "@azure_code", "--gpus=0", "--max-tokens=9000"], "--gpus 0"),
         (["what-if", "@azure_code", "--gpus=4", "--max-tokens=9000", "--tp=0"], "--tp 0"),
         (["what-if", "@azure_code", "--gpus=4", "--max-tokens=9000", "--num-layers=0"], "layers 0"),
+        (["what-if", "@azure_code", "--gpus=4", "--max-tokens=9000", "--split=x"], "NAME=VALUE"),
         (["what-if", "@azure_code", "--gpus=99999999", "--max-tokens=9000"], "replicas"),
         (["simulate", "nowhere.json"], "nowhere.json"),
         (["simulate", "@azure_code", "--max-tokens=9000", "--png=a.gif"], ".gif"),

@@ -88,6 +88,32 @@ def test_layers_are_split_as_megatron_does(more, layers):
     assert (coefficients(**more).forward[:, 2] / (2 * 64)).tolist() == layers
 
 
+def test_stages_cost_what_they_hold():
+    plain = coefficients(Layout(), num_layers=1)
+    head = plain.forward[0] - coefficients(Layout(), num_layers=2).forward[0] + plain.forward[0]
+    written = {"num_layers": 3, "pipeline_model_parallel_layout": "E|tt||tL"}
+    alone = coefficients(Layout(pp=4), **written)
+    layer = plain.forward[0] - head
+    assert (alone.forward[:, 2] / (2 * 64)).tolist() == [0, 2, 0, 1]
+    # Copying is all that a stage with the embedding alone does, and no stage does it but that one.
+    assert alone.forward[0, 1] > 0 and alone.forward[0, 0] == 0
+    assert not alone.forward[2].any() and not alone.backward[2].any()
+    assert np.allclose(alone.forward[1], 2 * layer)
+    assert np.allclose(alone.forward.sum(0), 3 * layer + head)
+
+
+def test_mtp_layers_cost_a_layer_a_projection_and_a_pass_through_the_head():
+    with_mtp = dict(num_layers=2, mtp_num_layers=1, pipeline_model_parallel_layout="Ett|m|L")
+    without = dict(num_layers=2, pipeline_model_parallel_layout="Ett||L")
+    more = coefficients(Layout(pp=3), **with_mtp).forward
+    less = coefficients(Layout(pp=3), **without).forward
+    layer, projection, head = 2 * 12 * 64**2, 2 * 2 * 64**2, 2 * 64 * VOCAB
+    copied = less[0, 1] - 2 * layer
+    assert (more[0] == less[0]).all()
+    assert more[1, 1] == layer + projection + copied
+    assert more[2, 1] == less[2, 1] + head
+
+
 def test_layers_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="num_layers=7 does not divide among the 4"):
         coefficients(num_layers=7)

@@ -5,7 +5,8 @@ Run: pytest tests/test_plan_stages.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
+from megatron_batching.engine.config import load_config
+from megatron_batching.megatron.config import ModelConfig, stages_of
 from megatron_batching.plan import Layout
 from megatron_batching.plan.stages import ACCOUNTS, ENDS, LAYOUT, pipeline_stages
 
@@ -104,6 +107,28 @@ def test_what_megatron_refuses_is_refused_with_a_remedy(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         layers(num_layers, layout, **options)
+
+
+def test_a_config_file_and_its_overrides_say_it(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model: {num_layers: 5, transformer: {num_layers_in_first_pipeline_stage: 3}}\n"
+        "layout: {pp: 2}\n"
+    )
+    assert [s.decoder_layers for s in stages_of(*_model_and_layout(config))] == [3, 2]
+    name = f"model.transformer.{LAYOUT}"
+    two = "[decoder,decoder]"
+    for written in ("E|t*2|tt|tL", f"[[embedding],{two},{two},[decoder,loss]]"):
+        overrides = [f"model.transformer.{FIRST}=null", "layout.vpp=2", f"{name}={written}"]
+        stages = stages_of(*_model_and_layout(config, overrides))
+        assert [s.decoder_layers for s in stages] == [0, 2, 2, 1]
+    with pytest.raises(ValueError, match=f"{FIRST}=3 with num_layers=5 give pipeline rank 0 3"):
+        _model_and_layout(config, ["layout.vpp=2"])
+
+
+def _model_and_layout(config: Path, overrides: Sequence[str] = ()) -> tuple[ModelConfig, Layout]:
+    loaded = load_config(config, overrides)
+    return loaded.model, loaded.layout
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ Run: pytest tests/test_schedules_timeline.py
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from megatron_batching.schedules import (
@@ -150,3 +151,21 @@ def test_what_if_marks_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
         what_if(LENGTHS, gpus=4, caps=[2000], pp=[3])
     with pytest.raises(ValueError, match="no layout can be planned"):
         run_what_if(what_if(LENGTHS, gpus=2, caps=[100]))
+
+
+def test_what_if_splits_layers_as_megatron_does() -> None:
+    def layouts(num_layers: int, **split: Any) -> dict[tuple[int, int], float]:
+        rows = what_if(LENGTHS, gpus=4, caps=[2000], num_layers=num_layers, split=split)
+        return {(r.layout.pp, r.layout.vpp): r.plan.predicted.step_time for r in rows if r.plan}
+
+    alike = layouts(8)
+    # A loss that counts as a layer leaves equal stages, which cost as those of 8 layers do.
+    assert layouts(7, account_for_loss_in_pipeline_split=True) == alike
+    written = layouts(8, pipeline_model_parallel_layout="E|tttt|tttt|L")
+    assert set(written) == {(2, 2), (4, 1)}
+    # Two stages of four do all the work.
+    assert written[4, 1] > 1.2 * alike[4, 1]
+    with pytest.raises(ValueError, match="the last says: num_layers_in_first_pipeline_stage=0"):
+        layouts(8, num_layers_in_first_pipeline_stage=0)
+    with pytest.raises(ValueError, match="'num_layers' is not one of num_layers_in_first"):
+        layouts(8, num_layers=8)

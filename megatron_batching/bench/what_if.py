@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_batching.bench.simulate import DEFAULT_COST
@@ -18,6 +19,7 @@ from megatron_batching.plan import (
 )
 from megatron_batching.plan.cost import NAMED_COST_MODELS, read_cost_model
 from megatron_batching.plan.layout import check_positive
+from megatron_batching.plan.stages import SPLIT_OPTIONS, pipeline_stages, work_shares
 from megatron_batching.schedules import format_time
 
 LARGEST_PP = 16  # that is tried when none is asked for
@@ -32,6 +34,8 @@ class WhatIfRow:
     cap: int
     plan: MicroBatchPlan | None
     problem: str = ""
+    shares: Sequence[int] | None = None
+    """Work of each virtual stage; None means alike."""
 
     def to_json(self) -> dict[str, Any]:
         """The row as plain values."""
@@ -46,14 +50,18 @@ class WhatIfRow:
             return row | {"problem": self.problem}
         predicted = self.plan.predicted
         counts = [replica.num_micro_batches for replica in self.plan.replicas]
-        peak = max(predicted.peak_tokens_in_flight)
+        peaks = predicted.peak_tokens_in_flight
+        shares = self.shares or [1] * layout.num_virtual_stages
+        of_model = [
+            peak * sum(shares[rank :: layout.pp]) / sum(shares) for rank, peak in enumerate(peaks)
+        ]
         return row | {
             "group": self.plan.group,
             "num_micro_batches": max(counts),
             "step_time": predicted.step_time,
             "bubble_fraction": predicted.bubble_fraction,
-            "peak_tokens_in_flight": peak,
-            "peak_model_tokens": peak / layout.pp,
+            "peak_tokens_in_flight": max(peaks),
+            "peak_model_tokens": max(of_model),
         }
 
 
@@ -69,6 +77,7 @@ def what_if(
     ep: int = 1,
     etp: int | None = None,
     num_layers: int | None = None,
+    split: Mapping[str, Any] | None = None,
     group: int | None = None,
     cost: str | None = None,
     options: BatchingOptions | None = None,
@@ -85,14 +94,17 @@ def what_if(
         cp: context-parallel ranks.
         ep: expert-parallel ranks; layouts whose stages they do not fill are left out.
         etp: tensor-parallel ranks of an expert; None means tp.
-        num_layers: leaves out layouts that do not divide the model's layers.
+        num_layers: of the model; leaves out layouts among whose stages they cannot be split.
+        split: how they are split, by Megatron's names (`megatron_batching.plan.stages`); stages
+            then cost in proportion to their layers. Equal stages if not given.
         group: sets the group instead of leaving it to the planner.
         cost: "tokens" or "verl", which fit every layout, or a file: then only layouts with its
             number of virtual stages are tried.
         options: further batching options; the caps replace its own.
 
     Raises:
-        ValueError: no layout has so many GPUs, or as many virtual stages as the cost file.
+        ValueError: no layout has so many GPUs, or as many virtual stages as the cost file, or can
+            have the layers split like that.
     """
     sizes_given = {"gpus": gpus, "tp": tp, "cp": cp, "ep": ep, "etp": etp, "num_layers": num_layers}
     for name, size in sizes_given.items():
@@ -121,7 +133,6 @@ def what_if(
         if ranks % p == 0
         and (gpus // p) % (ep * (etp or tp)) == 0
         and (p > 1 or v == 1)
-        and (num_layers is None or num_layers % (p * v) == 0)
         and not (group is not None and v > 1 and group < p)
         and (stages is None or p * v == stages)
     ]
@@ -129,24 +140,48 @@ def what_if(
         raise ValueError(
             f"no layout of {gpus} GPUs has pp in {list(sizes)}"
             + (f" and vpp in {list(vpp)}" if vpp else "")
-            + (f" and divides {num_layers} layers" if num_layers else "")
             + (f" and room for ep {ep} x etp {etp or tp} in a stage" if ep > 1 or etp else "")
             + (f" and the {stages} virtual stages (pp x vpp) that {cost} is of" if stages else "")
             + ": allow other sizes"
             + (", or leave out the cost file" if stages else "")
         )
+    shares = _shares(layouts, num_layers, split or {})
     base = options or BatchingOptions(max_tokens_per_micro_batch=1, search_budget=WHAT_IF_BUDGET)
     rows = []
-    for layout, cap in itertools.product(layouts, caps):
-        model = load_cost_model(cost or DEFAULT_COST, layout)
+    for layout, cap in itertools.product(shares, caps):
+        model = load_cost_model(cost or DEFAULT_COST, layout, shares=shares[layout])
         capped = replace(base, max_tokens_per_micro_batch=cap)
         try:
             plan = plan_mini_batch(lengths, layout, capped, cost_model=model)
         except ValueError as error:
             rows.append(WhatIfRow(layout=layout, cap=cap, plan=None, problem=str(error)))
         else:
-            rows.append(WhatIfRow(layout=layout, cap=cap, plan=plan))
+            rows.append(WhatIfRow(layout=layout, cap=cap, plan=plan, shares=shares[layout]))
     return rows
+
+
+def _shares(
+    layouts: Sequence[Layout], num_layers: int | None, split: Mapping[str, Any]
+) -> dict[Layout, list[int] | None]:
+    """Work of each stage, of the layouts among whose stages the layers can be split."""
+    unknown = [name for name in split if name not in SPLIT_OPTIONS]
+    if unknown:
+        raise ValueError(f"split {unknown[0]!r} is not one of {', '.join(SPLIT_OPTIONS)}")
+    if num_layers is None:
+        if split:
+            raise ValueError(f"split {next(iter(split))!r} needs the number of layers (num_layers)")
+        return dict.fromkeys(layouts)
+    config = SimpleNamespace(num_layers=num_layers, **split)
+    shares: dict[Layout, list[int] | None] = {}
+    refusal = ""
+    for layout in layouts:
+        try:
+            shares[layout] = work_shares(config, pipeline_stages(config, layout))
+        except ValueError as error:
+            refusal = str(error)
+    if not shares and refusal:
+        raise ValueError(f"no layout can have the layers split like that; the last says: {refusal}")
+    return shares
 
 
 def run_what_if(rows: Sequence[WhatIfRow], *, as_json: bool = False) -> dict[str, Any]:
@@ -183,7 +218,7 @@ def run_what_if(rows: Sequence[WhatIfRow], *, as_json: bool = False) -> dict[str
         )
     lines.append(
         "M: most micro-batches of a replica. peak tokens: most that a rank holds activations of, "
-        "for its\nshare of the layers; of model: the same divided by pp, comparable between rows."
+        "for its\nshare of the layers; of model: times that share, comparable between rows."
     )
     problems = {row.problem for row in rows if row.problem}
     lines += [f"cannot be planned: {problem}" for problem in sorted(problems)]

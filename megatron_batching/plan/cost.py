@@ -13,6 +13,7 @@ tokens = rows x longest and pairs = rows x longest squared.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,45 +168,60 @@ def uniform_cost_model(
     per_token: float = 1.0,
     per_pair: float = 0.0,
     unit: str = "token",
+    shares: Sequence[float] | None = None,
 ) -> CostModel:
-    """Equal stages; overhead + per_token x tokens + per_pair x pairs is the forward of the model.
+    """overhead + per_token x tokens + per_pair x pairs is the forward of the whole model.
 
     The default, for when nothing is known of the model, counts tokens and charges each micro-batch
-    the overhead of reading the weights once.
+    the overhead of reading the weights once. All stages are alike, unless shares tells the work of
+    each in proportion, such as its number of layers.
 
     >>> uniform_cost_model(Layout(pp=2)).forward[0]
     array([128. ,   0.5,   0. ])
+    >>> uniform_cost_model(Layout(pp=2), shares=[3, 1]).forward[0]
+    array([192.  ,   0.75,   0.  ])
     """
     if not isinstance(layout, Layout):
         raise ValueError(f"layout={shortened(layout)} must be a Layout")
     for name, value in (("overhead", overhead), ("per_token", per_token), ("per_pair", per_pair)):
         checked(name, value, float)
-    row = np.array([overhead, per_token, per_pair]) / layout.num_virtual_stages
-    forward = np.tile(row, (layout.num_virtual_stages, 1))
+    stages = layout.num_virtual_stages
+    if shares is not None and len(shares) != stages:
+        raise ValueError(f"shares={list(shares)} must be {stages} numbers, one a virtual stage")
+    own = np.ones(stages) if shares is None else np.array(shares, dtype=np.float64)
+    forward = np.outer(own / own.sum(), [overhead, per_token, per_pair])
     return CostModel(forward=forward, backward=BACKWARD_OVER_FORWARD * forward, unit=unit)
 
 
-def verl_cost_model(layout: Layout) -> CostModel:
-    """verl's workload `24576 s + s^2` of a sample of s tokens, shared equally by the stages.
+def verl_cost_model(layout: Layout, *, shares: Sequence[float] | None = None) -> CostModel:
+    """verl's workload `24576 s + s^2` of a sample of s tokens, shared as `uniform_cost_model` does.
 
     24576 is 6 x 4096: the ratio of linear to quadratic work at hidden size 4096 (verl 0.9.1,
     `verl/utils/seqlen_balancing.py`, `calculate_workload`). It has no fixed overhead.
     """
     return uniform_cost_model(
-        layout, overhead=0.0, per_token=VERL_LINEAR, per_pair=1.0, unit="verl workload"
+        layout,
+        overhead=0.0,
+        per_token=VERL_LINEAR,
+        per_pair=1.0,
+        unit="verl workload",
+        shares=shares,
     )
 
 
-def load_cost_model(source: str, layout: Layout) -> CostModel:
+def load_cost_model(
+    source: str, layout: Layout, *, shares: Sequence[float] | None = None
+) -> CostModel:
     """`verl`, `tokens` (the default model), or the path of a file; checked for `layout`.
 
-    A JSON file holds what `CostModel.to_json` wrote. A YAML file (.yaml, .yml) may hold more, as
-    what `calibrate` writes does: communication and quality of the fit, which are not read here.
+    `shares` goes to the first two; a file says itself what each stage costs. A JSON file holds what
+    `CostModel.to_json` wrote. A YAML file (.yaml, .yml) may hold more, as what `calibrate` writes
+    does: communication and quality of the fit, which are not read here.
     """
     if source == "verl":
-        return verl_cost_model(layout)
+        return verl_cost_model(layout, shares=shares)
     if source == "tokens":
-        return uniform_cost_model(layout)
+        return uniform_cost_model(layout, shares=shares)
     model = read_cost_model(source)
     try:
         model.check_layout(layout)

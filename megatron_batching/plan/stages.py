@@ -100,6 +100,21 @@ def are_equal(stages: Sequence[Stage]) -> bool:
     return len({stage.decoder_layers for stage in stages}) == 1
 
 
+def work_shares(config: Any, stages: Sequence[Stage]) -> list[int]:
+    """Work of each stage in layers, for cost models that know nothing else of the model.
+
+    Embedding and loss count as a layer where the config says so, and as nothing otherwise.
+    """
+    extras = [_counts_as_layer(config, name) for name in ACCOUNTS]
+    return [
+        stage.decoder_layers
+        + stage.mtp_layers
+        + (stage.has_embedding and extras[0])
+        + (stage.has_loss and extras[1])
+        for stage in stages
+    ]
+
+
 def hidden_states_after(stages: Sequence[Stage]) -> tuple[int, ...]:
     """How many hidden states each stage sends on for a token.
 
