@@ -168,4 +168,4 @@ def test_what_if_splits_layers_as_megatron_does() -> None:
     with pytest.raises(ValueError, match="the last says: num_layers_in_first_pipeline_stage=0"):
         layouts(8, num_layers_in_first_pipeline_stage=0)
     with pytest.raises(ValueError, match="'num_layers' is not one of num_layers_in_first"):
-        layouts(8, num_layers=8)
+        what_if(LENGTHS, gpus=4, caps=[2000], num_layers=8, split={"num_layers": 8})

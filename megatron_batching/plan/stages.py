@@ -94,12 +94,6 @@ def stages_of_layers(layers: Sequence[int], *, mtp_layers: int = 0) -> tuple[Sta
     )
 
 
-def are_equal(stages: Sequence[Stage]) -> bool:
-    """Whether all virtual stages have as many layers, which is what is assumed of a model that
-    nothing is known of."""
-    return len({stage.decoder_layers for stage in stages}) == 1
-
-
 def work_shares(config: Any, stages: Sequence[Stage]) -> list[int]:
     """Work of each stage in layers, for cost models that know nothing else of the model.
 
