@@ -39,7 +39,7 @@ from megatron_batching.megatron.layers import decoder_spec, mtp_spec
 from megatron_batching.megatron.options import check_options, config_class, from_names
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.value_head import ValueHead
-from megatron_batching.plan import Layout
+from megatron_batching.plan import Layout, aligned
 from megatron_batching.plan.stages import ENDS, Stage, pipeline_stages
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -159,6 +159,7 @@ def check_model(model: ModelConfig, layout: Layout) -> None:
             f"model.num_attention_heads={model.num_attention_heads} does not divide by "
             f"tp={layout.tp}; change one of them"
         )
+    check_vocabulary("model.vocab_size", model.vocab_size, layout)
     check_fields("model.transformer", model.transformer, config_class(model.transformer))
     pipelined_mtp = model.transformer.get("mtp_num_layers") and layout.pp > 1
     if pipelined_mtp and model.position_embedding == "learned_absolute":
@@ -169,6 +170,15 @@ def check_model(model: ModelConfig, layout: Layout) -> None:
         )
     check_fields("model.ddp", model.ddp, DistributedDataParallelConfig)
     check_experts(model.transformer, layout)
+
+
+def check_vocabulary(name: str, vocab_size: int, layout: Layout) -> None:
+    """Raise ValueError unless tensor-parallel ranks can share the vocabulary evenly."""
+    if vocab_size % layout.tp:
+        raise ValueError(
+            f"{name}={vocab_size} does not divide by tp={layout.tp}, over which embedding and "
+            f"output layer are cut; use {aligned(vocab_size, layout.tp)} entries, or another tp"
+        )
 
 
 def check_fields(section: str, values: Mapping[str, Any], cls: Any) -> None:
