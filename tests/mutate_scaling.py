@@ -25,12 +25,16 @@ STEP = "megatron_batching/engine/step_loss.py"
 COLLATE = "megatron_batching/data/collate.py"
 SHARES = "megatron_batching/megatron/auxiliary.py"
 EXPERTS = "megatron_batching/megatron/experts.py"
+ACCUMULATION = "megatron_batching/megatron/accumulation.py"
+OPTIMIZER = "megatron_batching/megatron/optimizer.py"
 TESTS = (
     "tests/test_loss_multiproc.py",
     "tests/test_experts_multiproc.py",
+    "tests/test_verbs_multiproc.py",
     "-k",
     "test_fp64 and dp2 or shares and cp2 and not dp2 or moe and dp2 or balancing and parallelism "
-    "or mtp and dp2 or replica or on_two_ranks and two-value",
+    "or mtp and dp2 or replica or on_two_ranks and two-value "
+    "or add_up and pp2-vpp2 or norm_changes and fp16-0.5 or bias_of and dp2",
 )
 
 # name: (file, text, replacement); what is broken is one factor, one count or one group.
@@ -68,6 +72,27 @@ MUTANTS = {
         STEP,
         "mtp = mtp_tokens / self.mtp_tokens",
         "mtp = 1.0 / self.scaling.num_micro_batches",
+    ),
+    "accumulated gradients lost": (
+        ACCUMULATION,
+        "torch._foreach_add_(gradients, held)",
+        "torch._foreach_add_(gradients, [0 * h for h in held])",
+    ),
+    "accumulated gradients doubled": (
+        ACCUMULATION,
+        "if held:\n            self._clear()",
+        "if not held:\n            self._clear()",
+    ),
+    "gradients unscaled twice": (
+        OPTIMIZER,
+        "one._copy_model_grads_to_main_grads()",
+        "one.prepare_grads()",
+    ),
+    "norm of scaled gradients": (OPTIMIZER, " / float(optimizer.get_loss_scale())", ""),
+    "bias of experts moved by each call": (
+        ACCUMULATION,
+        "config.moe_router_enable_expert_bias = False",
+        "config.moe_router_enable_expert_bias = True",
     ),
     "group of experts' gradients": (
         EXPERTS,
