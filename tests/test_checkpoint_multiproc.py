@@ -20,6 +20,7 @@ import torch
 EXPERTS: dict[str, Any] = dict(
     biases=False,
     transformer=dict(num_moe_experts=4, moe_router_topk=2, gated_linear_unit=True),
+    ddp=dict(use_distributed_optimizer=True),
 )
 SCRIPT = Path(__file__).parent / "checkpoint_run.py"
 

@@ -110,14 +110,14 @@ def check_experts(transformer: Any, layout: Layout) -> None:
         )
 
 
-def mark_experts(model: Any, layout: Layout) -> None:
-    """Let DDP and the optimizer treat experts as such wherever their ranks are not the others'.
+def mark_experts(model: Any) -> None:
+    """Let DDP and the optimizer treat experts as such in every layout.
 
-    Megatron-Core marks them itself with ep > 1, 0.19.2 also where etp differs from tp; 0.16.1
-    then reduces their gradients over replicas alone, and tp ranks end up with different experts.
+    Megatron-Core marks them with ep > 1, 0.19.2 also where etp differs from tp; 0.16.1 then reduces
+    their gradients over replicas alone, and tp ranks end up with different experts. Where neither
+    holds nothing would be wrong, but experts have an optimizer of their own when they are marked,
+    and a checkpoint of two optimizers cannot be read into one.
     """
-    if layout.ep == 1 and layout.expert_tp == layout.tp:
-        return
     for name, parameter in model.named_parameters():
         if is_expert(name):
             parameter.allreduce = False

@@ -232,7 +232,7 @@ def build_model(
             gpt.output_layer = ValueHead(config)
         if placement.device.type == "cuda":
             gpt.cuda(placement.device)
-        mark_experts(gpt, layout)
+        mark_experts(gpt)
         module = gpt if model.precision == "fp32" else Float16Module(config, gpt)
         # Only the first chunk may be cut into buckets: the others' gradients are complete
         # too late for a bucketed reduction to overlap with anything.
