@@ -2,6 +2,7 @@ from . import cpu
 from .checkpoint import load_checkpoint, save_checkpoint
 from .config import ModelConfig, OptimizerSettings
 from .export import whole_parameters
+from .hugging_face import load_hugging_face, save_hugging_face
 from .model import PipelineModel, build_model
 from .optimizer import build_lr_schedule, build_optimizer, gradient_norm
 from .p2p import (
@@ -32,9 +33,11 @@ __all__ = [
     "gradient_norm",
     "initialize",
     "load_checkpoint",
+    "load_hugging_face",
     "pipeline_shapes",
     "run_schedule",
     "save_checkpoint",
+    "save_hugging_face",
     "shut_down",
     "whole_parameters",
 ]
