@@ -18,6 +18,8 @@ from megatron_batching.megatron.experts import common_expert_name, tensor_parall
 if TYPE_CHECKING:
     from megatron_batching.megatron.model import PipelineModel
 
+# The vectors that Megatron draws (0.16.1 and 0.19.2): attention's softmax offset, routers' biases.
+_DRAWN_VECTORS = ("softmax_offset", "router.bias")
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -28,8 +30,7 @@ def initialize_weights(model: PipelineModel, seed: int) -> None:
     is_tied = model.gpts[-1].share_embeddings_and_output_weights
     with torch.random.fork_rng(devices=[]):
         for name, parameter in model.named_parameters():
-            # The softmax offset of attention is the one vector that Megatron draws.
-            if parameter.dim() < 2 and not name.endswith("softmax_offset"):
+            if parameter.dim() < 2 and not name.endswith(_DRAWN_VECTORS):
                 continue
             # A tied output layer holds the embedding's weight under a second name.
             origin = _EMBEDDING if is_tied and name == "output_layer.weight" else name
