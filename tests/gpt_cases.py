@@ -91,6 +91,7 @@ def planned_step(
         "norm_error": abs(report.grad_norm - true_norm) / true_norm,
         "counts": [r.num_micro_batches for r in report.plan.replicas],
         "num_dummies": report.plan.num_dummies,
+        "unit": report.plan.predicted.unit,
         "layers": [len(gpt.decoder.layers) for gpt in engine.model.gpts],
         "alignment": report.plan.alignment,
     }

@@ -29,6 +29,7 @@ from megatron_batching.engine.checks import (
     require_types,
 )
 from megatron_batching.engine.contract import AnyMiniBatch, Engine
+from megatron_batching.engine.costs import default_cost_model
 from megatron_batching.engine.report import StepReport, TokenOutputs
 from megatron_batching.engine.step import Collect, StepSettings, prepare_step, slowest
 from megatron_batching.engine.step_checks import check_plan, require_mini_batch
@@ -68,7 +69,8 @@ class PipelineEngine(Engine):
             `aligned_batching`.
         infer_batching: how they are cut for passes without backward, which hold less memory;
             as for training if not given.
-        cost_model: times to plan by, such as `calibrate` measures; None counts tokens.
+        cost_model: times to plan by, such as `calibrate` measures; None counts tokens, or FLOP
+            where layers are split unevenly over the stages.
         optimizer: Adam's settings, or Megatron's optimizer of the chunks that are passed in.
         lr_schedule: what drives a ready optimizer's rates: `step(increment=1)` is called after each
             mini-batch, with `state_dict` and `load_state_dict` for checkpoints. Without it a ready
@@ -119,7 +121,7 @@ class PipelineEngine(Engine):
         self._shape_buckets = shape_buckets
         if cost_model is not None:
             cost_model.check_layout(placement.layout)
-        self.cost_model = cost_model
+        self._given_cost_model = cost_model
         self.infer_batching = infer_batching or batching
         self.objective: Objective = choose_objective(model_type, objective)
         self.aggregation = as_aggregation(aggregation)
@@ -146,6 +148,9 @@ class PipelineEngine(Engine):
         settings = training_settings(model, self.optimizer)
         model = dataclasses.replace(model, step_settings={**model.step_settings, **settings})
         self.model: PipelineModel = model
+        self.cost_model = self._given_cost_model or default_cost_model(
+            model, is_value_model=self.model_type == "value_model"
+        )
         self.batching = self._aligned(self.batching)
         self.infer_batching = self._aligned(self.infer_batching)
         self.bucket_widths = bucket_widths_of(

@@ -175,7 +175,7 @@ def _communicator(
             cp=layout.cp,
             sequence_parallel=config.sequence_parallel,
         ),
-        hidden_states=hidden_states_after(model.stages),
+        hidden_states=hidden_states_after(model.stages) if config.mtp_num_layers else None,
     )
 
 
