@@ -268,6 +268,10 @@ def load_states(optimizer: Any, saved: Any) -> None:
     optimizers = chain(optimizer)
     parts = [saved] if len(optimizers) == 1 else [saved[i] for i in range(len(optimizers))]
     shards = [part.pop("param_state", None) for part in parts]
+    for one, part in zip(optimizers, parts, strict=True):
+        states = part.get("optimizer", part).get("state")
+        if states and isinstance(one.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            states.setdefault("common_step", torch.zeros(()))  # 0 is not written
     optimizer.load_state_dict(saved)
     for one, of_one in zip(optimizers, shards, strict=True):
         states = [] if one.optimizer is None else list(one.optimizer.state.values())
