@@ -80,6 +80,11 @@ def pipeline_stages(config: Any, layout: Layout) -> tuple[Stage, ...]:
     return stages_of_layers(layers, mtp_layers=getattr(config, "mtp_num_layers", None) or 0)
 
 
+def are_equal(stages: Sequence[Stage]) -> bool:
+    """Whether all virtual stages have as many layers, as is assumed of a model nobody describes."""
+    return len({stage.decoder_layers for stage in stages}) == 1
+
+
 def stages_of_layers(layers: Sequence[int], *, mtp_layers: int = 0) -> tuple[Stage, ...]:
     """Stages with embedding and loss at the two ends, from the layers of each."""
     last = len(layers) - 1
