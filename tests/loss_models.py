@@ -120,8 +120,8 @@ def _norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any)
 def _layers(kind: str) -> Iterator[None]:
     """Change what no option of the product stands for, between the layer spec and DDP.
 
-    fp64 and layers without attention have no option; the value head here is as precise as the
-    model, and has a bias.
+    Layers without attention have no option; the value head here is as precise as the model, and has
+    a bias.
     """
     gpt_model = model_module.GPTModel
 
@@ -136,8 +136,7 @@ def _layers(kind: str) -> Iterator[None]:
         )
         if kind == "value" and gpt.post_process:
             gpt.output_layer = _ValueHead(config.hidden_size)
-        # Megatron's torch norms are fp32 whatever `params_dtype` says.
-        return gpt.to(config.params_dtype)
+        return gpt
 
     with (
         unittest.mock.patch.object(model_module, "GPTModel", model),

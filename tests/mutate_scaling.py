@@ -30,11 +30,13 @@ OPTIMIZER = "megatron_batching/megatron/optimizer.py"
 TESTS = (
     "tests/test_loss_multiproc.py",
     "tests/test_experts_multiproc.py",
+    "tests/test_options_multiproc.py",
     "tests/test_verbs_multiproc.py",
     "-k",
     "test_fp64 and dp2 or shares and cp2 and not dp2 or moe and dp2 or balancing and parallelism "
     "or mtp and dp2 or replica or on_two_ranks and two-value "
-    "or add_up and pp2-vpp2 or norm_changes and fp16-0.5 or bias_of and dp2",
+    "or add_up and pp2-vpp2 or norm_changes and fp16-0.5 or bias_of and dp2 "
+    "or experts_count or count_dummies",
 )
 
 # name: (file, text, replacement); what is broken is one factor, one count or one group.
@@ -108,6 +110,21 @@ MUTANTS = {
         SHARES,
         "counts = shares * num_tokens * router.topk",
         "counts = routing_map.sum(0)",
+    ),
+    "padding counted for the experts' bias": (
+        SHARES,
+        "routing_map = routing_map & ~padding_mask.unsqueeze(-1)",
+        "routing_map = routing_map",
+    ),
+    "passes without backward counted": (
+        SHARES,
+        "if router.enable_expert_bias and torch.is_grad_enabled():",
+        "if router.enable_expert_bias:",
+    ),
+    "dummies without a mask": (
+        STEP,
+        "if sum(n for _, _, n in batch.slots) == ",
+        "if not batch.slots or sum(n for _, _, n in batch.slots) == ",
     ),
 }
 

@@ -12,6 +12,7 @@ from megatron_batching.loss.metrics import check_kinds
 from megatron_batching.megatron.auxiliary import RouterShares
 from megatron_batching.megatron.config import ModelConfig
 from megatron_batching.megatron.model import PipelineModel
+from megatron_batching.megatron.options import check_balancing
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.plan import BatchingOptions
 from megatron_batching.schedules.files import shortened
@@ -59,6 +60,8 @@ def check_model(
     """Raise ValueError unless the built model, the batching and the loss go together."""
     config, layout = model.config, model.placement.layout
     check_regime(config, model.chunks, dp=layout.dp, cp=layout.cp)
+    if config.num_moe_experts:
+        check_balancing(config)
     if expert_shares not in ("micro_batch", "mini_batch"):
         raise ValueError(f"expert_shares={expert_shares!r} is not one of micro_batch, mini_batch")
     if expert_shares == "mini_batch":

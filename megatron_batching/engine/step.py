@@ -25,7 +25,7 @@ from megatron_batching.engine.run import run_replica
 from megatron_batching.engine.step_checks import agree_on_step, sample_limits
 from megatron_batching.engine.step_loss import StepLoss
 from megatron_batching.loss import Aggregation, LossScaling, Metrics, Objective, check_regime
-from megatron_batching.megatron.auxiliary import RouterShares, routers_prepared
+from megatron_batching.megatron.auxiliary import RouterShares, fit_loss_logs, routers_prepared
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.recorder import MessageLog, StepRecorder
 from megatron_batching.megatron.world import begin_step
@@ -228,6 +228,7 @@ def _step_loss(
         )
     with model.in_place():
         per_token = check_regime(model.config, model.chunks, dp=layout.dp, cp=layout.cp)
+    fit_loss_logs(model.config)
     return StepLoss(
         model=model,
         objective=objective,

@@ -30,7 +30,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_batching.megatron.model import PipelineModel, unwrap
-from megatron_batching.megatron.options import check_balancing, reason_against
+from megatron_batching.megatron.options import reason_against
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.plan import BatchingOptions
 
@@ -115,8 +115,6 @@ def check_for_engine(model: PipelineModel, batching: BatchingOptions) -> None:
         value = getattr(config, name, None)
         if value and value != "none":
             raise ValueError(f"{name}={value} is not served: {reason_against(name)}")
-    if config.num_moe_experts:
-        check_balancing(config)
     if batching.packing == "packed":
         _check_mask_is_seen(model)
 

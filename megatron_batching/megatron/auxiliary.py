@@ -33,11 +33,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import router as moe_router
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_batching.megatron.model import PipelineModel
-from megatron_batching.megatron.options import check_balancing
 
 _BALANCING_LOSS = "aux_loss"
 
@@ -54,11 +54,7 @@ def prepare_routers(model: PipelineModel) -> None:
     Megatron's versions; switched off, the scale set here covers it all. Where tp or cp ranks share
     a micro-batch, its z-loss is the mean of their means, which is made that over its tokens.
     Counts of tokens per expert leave padding and dummies out.
-
-    Raises:
-        ValueError: the balancing of experts depends on how the mini-batch is cut.
     """
-    check_balancing(model.config)
     for router in moe_routers(model):
         router._apply_expert_bias = partial(_count_for_bias, router)
         router._apply_aux_loss = partial(_apply_aux_loss, router, None)
@@ -81,7 +77,30 @@ def routers_prepared(model: PipelineModel) -> Iterator[None]:
     finally:
         for router, per_token in zip(routers, before, strict=True):
             router.calculate_per_token_loss = per_token
-            vars(router).pop("apply_z_loss", None)
+            for name in ("apply_z_loss", "_apply_aux_loss", "_apply_expert_bias"):
+                vars(router).pop(name, None)
+
+
+def fit_loss_logs(config: Any) -> None:
+    """Let Megatron's logs of auxiliary losses, one a process, fit the model that is about to run.
+
+    Megatron sizes them by the first model that a process runs, and a deeper second one, such as
+    an actor's critic, would end with an IndexError (0.16.1, 0.19.2).
+    """
+    mtp_layers = config.mtp_num_layers or 0
+    if hasattr(moe_router, "get_moe_metrics_tracker"):
+        logs = moe_router.get_moe_metrics_tracker().metrics
+        sizes = {name: log.values.numel() for name, log in logs.items()}
+    else:
+        logs = moe_utils.get_moe_layer_wise_logging_tracker()
+        sizes = {name: log["values"].numel() for name, log in logs.items()}
+    for name, size in sizes.items():
+        if size != config.num_layers + mtp_layers:
+            del logs[name]
+    mtp_log = multi_token_prediction.MTPLossLoggingHelper.tracker
+    held = [value.numel() for value in mtp_log.values() if isinstance(value, Tensor)]
+    if mtp_layers and any(size != mtp_layers for size in held):
+        mtp_log.clear()
 
 
 def _apply_z_loss(router: TopKRouter, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:

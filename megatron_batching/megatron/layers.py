@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -109,6 +110,16 @@ def mtp_spec(config: TransformerConfig, *, use_te: bool, vp_stage: int | None) -
     return gpt_layer_specs.get_gpt_mtp_block_spec(config, last, use_te, vp_stage=vp_stage)
 
 
+def _spell_out_missing_te() -> None:
+    """Tell Megatron's multi-latent attention that there is no Transformer Engine.
+
+    0.16.1 takes it to be there wherever it can import its own wrappers, and then compares layers
+    with types that are none.
+    """
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
+
+
 def _layer_spec(config: TransformerConfig, *, use_te: bool) -> ModuleSpec:
     """The spec that all layers of a dense model share."""
     kind = "with_transformer_engine" if use_te else "local"
@@ -125,6 +136,7 @@ def _layer_spec(config: TransformerConfig, *, use_te: bool) -> ModuleSpec:
 
 
 def _with_local_attention(spec: Any, layers: Iterable[ModuleSpec]) -> Any:
+    _spell_out_missing_te()
     for layer in layers:
         attention = layer.submodules.self_attention
         assert attention.submodules.core_attention in (DotProductAttention, LocalAttention)

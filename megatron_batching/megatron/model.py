@@ -223,15 +223,17 @@ def build_model(
         and model.transformer.get("transformer_impl") != "local"
     )
     config = _transformer_config(model, placement, use_te=use_te)
-    ddp = ddp or DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **model.ddp})
+    ddp = ddp or DistributedDataParallelConfig(
+        **{"grad_reduce_in_fp32": config.params_dtype != torch.float64, **model.ddp}
+    )
     copies = embedding_group(stages_of(model, layout), placement, is_tied=model.tie_embeddings)
     chunks = []
     for chunk in range(layout.vpp):
         gpt = _gpt(model, placement, config, chunk, use_te=use_te, copies=copies)
         if value_head and gpt.post_process:
             gpt.output_layer = ValueHead(config)
-        if placement.device.type == "cuda":
-            gpt.cuda(placement.device)
+        # Megatron's torch norms are fp32 whatever `params_dtype` says.
+        gpt.to(device=placement.device, dtype=config.params_dtype)
         mark_experts(gpt)
         module = gpt if model.precision == "fp32" else Float16Module(config, gpt)
         # Only the first chunk may be cut into buckets: the others' gradients are complete
@@ -323,6 +325,10 @@ def _transformer_config(
         settings.update(masked_softmax_fusion=False, bias_dropout_fusion=False)
         settings.update(gradient_accumulation_fusion=False)
     options = from_names(model.transformer)
+    if model.precision == "fp32" and options.get("params_dtype") == torch.float64:
+        settings.update(params_dtype=torch.float64, pipeline_dtype=torch.float64)
+    if options.get("fp32_residual_connection"):
+        settings["pipeline_dtype"] = torch.float32  # what passes between stages is the residual
     check_options(
         options,
         {**settings, "position_embedding": model.position_embedding},
@@ -331,8 +337,6 @@ def _transformer_config(
     )
     if options.get("multi_latent_attention"):
         _move_rotary_settings(model, settings)
-    if options.get("fp32_residual_connection"):
-        settings["pipeline_dtype"] = torch.float32  # what passes between stages is the residual
     first, last = ENDS
     if layout.pp == 2 and options.get(first) is not None:
         # Then the last rank has what is left, and saying so too makes Megatron (0.16.1, 0.19.2)

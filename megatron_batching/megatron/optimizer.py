@@ -173,8 +173,16 @@ def step(optimizer: Any) -> tuple[bool, float]:
     """Clip and update; whether anything was updated, and the gradients' norm before clipping.
 
     A loss scaler skips the update where a gradient is not finite, and lowers the scale.
+
+    Raises:
+        ValueError: gradients in fp64 are to be clipped, which Megatron does in fp32 only.
     """
     is_clipped = optimizer.config.clip_grad > 0
+    if is_clipped and optimizer.config.params_dtype == torch.float64:
+        raise ValueError(
+            f"optimizer.clip_grad={optimizer.config.clip_grad} with params_dtype=float64: Megatron "
+            "clips gradients in fp32 only; set clip_grad to 0"
+        )
     norm = 0.0 if is_clipped else gradient_norm(optimizer)  # Megatron may leave it out
     updated, found, _ = optimizer.step()
     if is_clipped:

@@ -28,6 +28,8 @@ OWNED = {
     "num_attention_heads": "set model.num_attention_heads",
     "bf16": "set model.precision",
     "fp16": "set model.precision",
+    "params_dtype": "set model.precision; beside it there is float64, with fp32",
+    "pipeline_dtype": "it is the dtype of what one stage sends to the next",
     "tensor_model_parallel_size": "set layout.tp",
     "pipeline_model_parallel_size": "set layout.pp",
     "virtual_pipeline_model_parallel_size": "set layout.vpp",
@@ -90,6 +92,8 @@ UNSERVED = {
     "moe_pad_expert_input_to_capacity": "it needs moe_expert_capacity_factor: " + _PER_MICRO_BATCH,
     "moe_token_drop_policy": "it needs moe_expert_capacity_factor: " + _PER_MICRO_BATCH,
     "moe_router_quantile_balancing_ema": _PER_MICRO_BATCH,
+    "moe_router_topk_limited_devices": "Megatron gave it up for moe_router_num_groups and "
+    "moe_router_group_topk; set these",
     "moe_enable_routing_replay": "nothing here records or replays routes",
     "moe_per_layer_logging": _TRAINER,
     "log_max_attention_logit": _TRAINER,
@@ -149,6 +153,7 @@ NEEDS = (
     ("defer_embedding_wgrad_compute", "gradient_accumulation_fusion"),
     ("wgrad_deferral_limit", "defer_embedding_wgrad_compute"),
     ("cross_entropy_fusion_impl", "cross_entropy_loss_fusion"),
+    ("add_qkv_bias", "add_bias_linear=False"),
     ("glu_linear_offset", "gated_linear_unit"),
     ("activation_func_clamp_value", "gated_linear_unit"),
     ("offload_modules", "fine_grained_activation_offloading"),
@@ -180,15 +185,19 @@ TRANSFORMER_ENGINE = (
     "cp_comm_type",
     "disable_parameter_transpose_cache",
     "flash_attention_version",
+    "fp32_residual_connection",
     "fused_residual_rmsnorm",
+    "layernorm_zero_centered_gamma",
     "memory_efficient_layer_norm",
     "mla_down_proj_fusion",
     "moe_grouped_gemm",
     "moe_use_legacy_grouped_gemm",
     "moe_*_glu_interleave_size",
+    "moe_latent_size",
     "moe_permute_fusion",
     "moe_router_fusion",
     "quant_recipe",
+    "use_fused_weighted_squared_relu",
     "use_grouped_gemm_for_*",
     "use_te_activation_func",
     "use_transformer_engine_op_fuser",
@@ -270,16 +279,20 @@ def check_options(
     defaults = {name: field.default for name, field in fields.items()}
     settings = {**defaults, **own, **options}
     for name, value in options.items():
-        reason = None
-        if value != own.get(name, defaults[name]):
-            reason = _first(name, OWNED)
-        if reason is None and not _same(value, defaults[name]):
-            reason = (
-                _first(name, UNSERVED)
-                or _missing_machine(name, value, use_te=use_te, on_gpu=on_gpu)
-                or _missing_companion(name, settings)
+        owner = _first(name, OWNED)
+        if owner is not None and value != own.get(name, defaults[name]):
+            raise ValueError(
+                f"model.transformer.{name}={value} is not for this section: {owner}; leave it out"
             )
-        if reason is not None:
+        if _same(value, defaults[name]):
+            continue
+        reason = (
+            _first(name, UNSERVED)
+            or _missing_machine(name, value, use_te=use_te, on_gpu=on_gpu)
+            or _missing_companion(name, settings)
+            or (name == "recompute_modules" and _bad_modules(value, settings, use_te=use_te))
+        )
+        if reason:
             raise ValueError(
                 f"model.transformer.{name}={value} would not have its effect: {reason}; "
                 f"leave it out, or at {defaults[name]}"
@@ -323,6 +336,19 @@ def _missing_machine(name: str, value: Any, *, use_te: bool, on_gpu: bool) -> st
         return "it needs layers of Transformer Engine, on a GPU"
     if not on_gpu and (name in CUDA or value == "flex"):
         return "it needs CUDA, and the model lies on the CPU"
+    return None
+
+
+def _bad_modules(modules: Any, settings: Mapping[str, Any], *, use_te: bool) -> str | None:
+    """Why these modules cannot be recomputed (0.16.1, 0.19.2)."""
+    if "mlp" in modules and settings["add_bias_linear"]:
+        return (
+            "an MLP that is recomputed hands out its bias, whose backward would recompute the MLP "
+            "without end; set add_bias_linear to false"
+        )
+    discarding = {"layernorm", "moe_act", "mla_up_proj"} & set(modules)
+    if discarding and not use_te:
+        return f"{', '.join(sorted(discarding))} need Transformer Engine"
     return None
 
 
