@@ -40,3 +40,17 @@ def test_paths_and_modules_in_the_text_exist(page: Path) -> None:
     for module in re.findall(r"-m (megatron_batching\.[\w.]+)", text):
         file = ROOT / (module.replace(".", "/") + ".py")
         assert file.exists() or file.with_suffix("").is_dir(), f"no module {module}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_lines_and_tables_stay_readable(page: Path) -> None:
+    is_code = False
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if line.startswith("```"):
+            is_code = not is_code
+        if is_code or line.startswith("    "):
+            continue
+        where = f"{page_name(page)}:{number}"
+        if line.startswith("|"):
+            assert len(re.findall(r"(?<!\\)\|", line)) <= 8, f"{where}: more than 7 columns"
+        assert len(line) <= 300, f"{where}: {len(line)} characters"
