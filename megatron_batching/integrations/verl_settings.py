@@ -54,7 +54,7 @@ class VerlSettings:
     """Exchange them all the same and compare, for debugging."""
 
     def __post_init__(self) -> None:
-        check_field_types(self)
+        # Choices first: `balance: off` is false in YAML, and the choices say more than "text" does.
         for name, choices in (
             ("method", ("search", "baseline")),
             ("balance", ("replicas", "none")),
@@ -64,6 +64,7 @@ class VerlSettings:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}"
                 )
+        check_field_types(self)
 
 
 def load_settings(path: str | Path | None = None) -> VerlSettings:
