@@ -32,6 +32,7 @@ BIN := $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export NO_MKDOCS_2_WARNING = 1
 
 .PHONY: demo test test-full test-verl mutate loss-table fuzz lint docs bench bench-plan bench-execution \
 	gpu-check clean
