@@ -8,14 +8,13 @@ Command: pytest tests/test_checkpoint_multiproc.py
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from launch import torchrun
 
 EXPERTS: dict[str, Any] = dict(
     biases=False,
@@ -26,16 +25,7 @@ SCRIPT = Path(__file__).parent / "checkpoint_run.py"
 
 
 def run(world_size: int, **arguments: Any) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(world_size), str(SCRIPT), json.dumps(arguments)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(world_size, str(SCRIPT), json.dumps(arguments))
     return torch.load(arguments["output"])
 
 

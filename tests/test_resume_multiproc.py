@@ -8,13 +8,12 @@ Command: pytest tests/test_resume_multiproc.py
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from launch import torchrun
 
 SHARDED: dict[str, Any] = {"ddp": {"use_distributed_optimizer": True}}
 NO_BIAS: dict[str, Any] = {"transformer": {"add_bias_linear": False}}
@@ -107,15 +106,6 @@ print("saved")
 def test_a_script_without_a_guard_saves(tmp_path: Path, world_size: int) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(world_size), str(script), str(tmp_path / "step")]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("saved") == world_size
+    output = torchrun(world_size, str(script), str(tmp_path / "step"))
+    assert output.count("saved") == world_size
     assert json.loads((tmp_path / "step" / "files.json").read_text())["sizes"]

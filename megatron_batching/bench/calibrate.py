@@ -29,7 +29,7 @@ from megatron_batching.bench.recording import Recording
 from megatron_batching.bench.settings import BenchConfig
 from megatron_batching.bench.sizes import check_memory
 from megatron_batching.megatron.config import world_size_from_environment
-from megatron_batching.plan import CostModel, Layout
+from megatron_batching.plan import CostModel, Layout, padded_lengths
 from megatron_batching.plan.cost_quality import held_out_warning
 from megatron_batching.schedules.files import check_file, read_json
 
@@ -62,7 +62,7 @@ def calibration_rows(cap: int, align: int, multiple: int) -> tuple[list[int], li
             # The first takes half, so that pairs do not follow from tokens alone.
             parts = [size] if split == 1 else [size / 2] + [size / 2 / (split - 1)] * (split - 1)
             own = [max(2, align, int(part) // align * align) for part in parts]
-            while len(own) > 1 and sum(-(-n // align) * align for n in own) > cap:
+            while len(own) > 1 and sum(padded_lengths(own, packing="packed", align=align)) > cap:
                 own.pop()
             rows.append(list(range(len(lengths), len(lengths) + len(own))))
             lengths += own
