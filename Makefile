@@ -21,7 +21,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 NPROC ?= 4
-CONFIG ?= configs/demo.yaml
+CONFIG ?= demo
 MINUTES ?= 10
 
 # A pyenv shim may stand on the PATH for a version that is installed but not selected.

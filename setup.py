@@ -39,7 +39,12 @@ setup(
     ],
     package_dir={"megatron_batching.schedules": "schedules"},
     package_data={
-        "megatron_batching": ["py.typed", "*/__init__.pyi"],
+        "megatron_batching": [
+            "py.typed",
+            "*/__init__.pyi",
+            "configs/*.yaml",
+            "configs/verl/*.yaml",
+        ],
         "megatron_batching.schedules": ["py.typed"],
     },
     install_requires=[

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_batching.configs import config_names, find_config
 from megatron_batching.program import INTERRUPTED, leave, run
 from megatron_batching.version import __version__
 
@@ -78,6 +79,10 @@ Balance = Annotated[
 Cost = Annotated[
     str | None,
     typer.Option("--cost", help="Cost model: tokens (default), verl, or a file of coefficients."),
+]
+Config = Annotated[
+    str,
+    typer.Option("--config", help="YAML file, or the name of a config that `config` prints."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Png = Annotated[Path | None, typer.Option("--png", help="Picture; .svg and .pdf work too.")]
@@ -291,9 +296,7 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides of the config: section.key=value.")
     ] = None,
-    config: Annotated[Path, typer.Option(help="YAML file; configs/demo.yaml is one.")] = Path(
-        "configs/demo.yaml"
-    ),
+    config: Config = "demo",
     lengths: Annotated[
         str | None, typer.Option(help="Length file or @name, instead of data.lengths.")
     ] = None,
@@ -309,7 +312,7 @@ def train(
     from megatron_batching.engine.config import load_config
 
     extra = [] if lengths is None else [f"data.lengths={lengths}"]
-    settings = load_config(config, [*(overrides or []), *extra])
+    settings = load_config(find_config(config), [*(overrides or []), *extra])
     from megatron_batching.bench.train import run_training
 
     run_training(settings, event_folder=tensorboard, as_json=as_json)
@@ -320,9 +323,7 @@ def bench(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides of the config: key=value.")
     ] = None,
-    config: Annotated[Path, typer.Option(help="YAML file; configs/bench.yaml is one.")] = Path(
-        "configs/bench.yaml"
-    ),
+    config: Config = "bench",
     compute: Annotated[
         str | None,
         typer.Option(help="paced (stages sleep by the cost model) or model (a real GPT)."),
@@ -342,7 +343,12 @@ def bench(
 
     traces = None if lengths is None else [Trace.parse(text) for text in lengths]
     settings = load_bench_config(
-        config, overrides or [], compute=compute, traces=traces, cost=cost, output_dir=output
+        find_config(config),
+        overrides or [],
+        compute=compute,
+        traces=traces,
+        cost=cost,
+        output_dir=output,
     )
     _warn(settings.cost, settings.layouts[0])
     run_bench(settings)
@@ -353,9 +359,7 @@ def calibrate(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides of the config: key=value.")
     ] = None,
-    config: Annotated[
-        Path, typer.Option(help="YAML file; model, first layout and first trace are used.")
-    ] = Path("configs/bench_gpt.yaml"),
+    config: Config = "bench_gpt",
     output: Annotated[Path, typer.Option(help="Cost file that --cost takes.")] = Path(
         "out/cost.yaml"
     ),
@@ -367,14 +371,32 @@ def calibrate(
         int, typer.Option(help="Planned mini-batches to predict and measure after the fit.")
     ] = 4,
 ) -> None:
-    """Measure what a model's stages cost here; run under torchrun, unless --recording is given."""
+    """Measure what a model's stages cost here; run under torchrun, unless --recording is given.
+
+    Of the config the model, the first layout and the first trace are used.
+    """
     from megatron_batching.bench.calibrate import fit_recordings, run_calibration
     from megatron_batching.bench.settings import load_bench_config
 
     if recording:
         fit_recordings(recording, output)
         return
-    run_calibration(load_bench_config(config, overrides or []), output=output, held_out=held_out)
+    settings = load_bench_config(find_config(config), overrides or [])
+    run_calibration(settings, output=output, held_out=held_out)
+
+
+@app.command()
+def config(
+    name: Annotated[str | None, typer.Argument(help="Which; all are listed if left out.")] = None,
+) -> None:
+    """Print a config that comes with the package, to write a file of your own from."""
+    from megatron_batching.plan.options import check_choice
+
+    if name is None:
+        print("\n".join(config_names()))
+        return
+    check_choice("config", name, config_names())
+    print(find_config(name).read_text(encoding="utf-8"), end="")
 
 
 def _plan(

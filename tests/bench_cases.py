@@ -24,6 +24,7 @@ from megatron_batching.bench.paced_costs import Costs, measure_costs
 from megatron_batching.bench.settings import METHODS, BenchConfig, Trace
 from megatron_batching.bench.suite import run_bench
 from megatron_batching.bench.train import run_training
+from megatron_batching.configs import find_config
 from megatron_batching.engine.config import load_config
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.megatron.config import ModelConfig
@@ -31,7 +32,6 @@ from megatron_batching.megatron.messages import Message, StepMessages
 from megatron_batching.megatron.parallel import initialize
 from megatron_batching.plan import CostModel, Layout, read_lengths
 
-ROOT = Path(__file__).parents[1]
 TRAIN = [
     "layout={pp: 2, vpp: 1, dp: 1}",
     "model.num_layers=2",
@@ -198,7 +198,7 @@ def train(
     on_terminal: bool = False,
 ) -> dict[str, Any]:
     """Two mini-batches on 2 processes; rows, what this rank printed, and the error, if any."""
-    config = load_config(ROOT / "configs" / "demo.yaml", [*TRAIN, *overrides])
+    config = load_config(find_config("demo"), [*TRAIN, *overrides])
     out, err, error, rows = Terminal() if on_terminal else io.StringIO(), io.StringIO(), "", []
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -341,21 +341,18 @@ def fuzz_yaml(rng: random.Random) -> None:
     from omegaconf import OmegaConf
 
     from megatron_batching.bench.settings import BenchConfig, load_bench_config
+    from megatron_batching.configs import find_config
     from megatron_batching.engine.config import TrainConfig, load_config
     from megatron_batching.integrations.verl_settings import VerlSettings, load_settings
 
     kind = rng.choice(["train", "train", "bench", "verl", "cost"])
     layout = Layout(pp=2)
-    name = {
-        "train": "configs/demo.yaml",
-        "bench": "configs/bench.yaml",
-        "verl": "configs/verl/megatron_batching.yaml",
-    }.get(kind)
+    name = {"train": "demo", "bench": "bench", "verl": "verl/megatron_batching"}.get(kind)
     value: Any
     if name is None:
         value = uniform_cost_model(layout).to_json()
     else:
-        value = OmegaConf.to_container(OmegaConf.create((ROOT / name).read_text()))
+        value = OmegaConf.to_container(OmegaConf.create(find_config(name).read_text()))
     how = rng.random()
     if how < 0.6:
         for _ in range(rng.randint(1, 3)):

@@ -16,8 +16,9 @@ import pytest
 import typer
 
 from megatron_batching.cli import app, main
+from megatron_batching.configs import find_config
 
-DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -321,12 +322,20 @@ TRAIN_ERRORS = {
 
 @pytest.mark.parametrize(("overrides", "words"), TRAIN_ERRORS.values(), ids=TRAIN_ERRORS)
 def test_train_errors(run: Any, overrides: Any, words: Any) -> None:
-    check_error(run("train", "--config", str(DEMO), *overrides), words)
+    check_error(run("train", *overrides), words)
 
 
 def test_train_without_its_config(run: Any, tmp_path: Path) -> None:
     missing = str(tmp_path / "missing.yaml")
     check_error(run("train", "--config", missing), ["missing.yaml"])
+
+
+def test_configs_are_listed_and_printed(run: Any) -> None:
+    code, listed, _ = run("config")
+    assert code == 0
+    for name in listed.split():
+        assert run("config", name)[1] == find_config(name).read_text()
+    check_error(run("config", "demos"), ["config='demos'", "demo, verl/grpo_megatron"])
 
 
 def test_train_with_a_config_that_is_no_yaml(run: Any, tmp_path: Path) -> None:
@@ -336,7 +345,7 @@ def test_train_with_a_config_that_is_no_yaml(run: Any, tmp_path: Path) -> None:
 
 
 def test_the_documents_say_every_option() -> None:
-    text = (DEMO.parents[1] / "docs" / "commands.md").read_text()
+    text = (ROOT / "docs" / "commands.md").read_text()
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         assert f"`{name} " in text
         for parameter in command.params:

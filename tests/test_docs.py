@@ -34,7 +34,7 @@ def test_the_reference_lists_what_is_exported(room: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_paths_and_modules_in_the_text_exist(page: Path) -> None:
     text = page.read_text()
-    folders = "megatron_batching|schedules|tests|docs|configs|examples|tools"
+    folders = "megatron_batching|schedules|tests|docs|examples|tools"
     for path in re.findall(rf"`((?:{folders})/[\w./*-]+)`", text):
         assert list(ROOT.glob(path)), f"{page_name(page)} names {path}, which is not there"
     for module in re.findall(r"-m (megatron_batching\.[\w.]+)", text):

@@ -5,12 +5,15 @@ Command: pytest tests/test_package.py
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from megatron_batching.configs import config_names
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,7 +34,8 @@ def test_the_wheel_holds_one_top_level_package(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"megatron_batching"}
-    for name in ("py.typed", "schedules/py.typed", "schedules/ops.py", "plan/planner.py"):
+    configs = [f"configs/{name}.yaml" for name in config_names()]
+    for name in ("py.typed", "schedules/py.typed", "schedules/ops.py", "plan/planner.py", *configs):
         assert f"megatron_batching/{name}" in names
 
 
@@ -48,3 +52,36 @@ def test_planning_from_the_installed_wheel_needs_no_torch(wheel: Path, tmp_path:
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     subprocess.run(command, check=True, cwd=tmp_path, timeout=600)
+
+
+ALONE = ["layout={pp: 1, vpp: 1, dp: 1}", "run.device=cpu", "model.num_layers=1"]
+SHORT = ["data.num_mini_batches=1", "data.samples_per_mini_batch=2", "compare.enabled=false"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train", *ALONE, *SHORT], 0, "grad norm"),
+        (["bench"], 2, "error: the layout needs pp 4 x dp 2"),
+        (["calibrate"], 2, "error: the layout needs pp 2"),
+        (["config", "demo"], 0, '"@deepseek_r1"'),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_commands_find_their_configs_outside_a_checkout(
+    wheel: Path, tmp_path: Path, arguments: list[str], code: int, words: str
+) -> None:
+    package, elsewhere = tmp_path / "package", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    zipfile.ZipFile(wheel).extractall(package)
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron_batching", *arguments],
+        cwd=elsewhere,
+        env={**os.environ, "PYTHONPATH": str(package)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ended.returncode == code, ended.stderr
+    assert words in ended.stdout + ended.stderr

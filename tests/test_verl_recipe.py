@@ -13,15 +13,16 @@ import pytest
 
 pytest.importorskip("verl", reason="needs pip install megatron-batching[verl]")
 
+from megatron_batching.configs import find_config
 from megatron_batching.integrations.verl_settings import VARIABLE, VerlSettings, load_settings
 
-CONFIGS = Path(__file__).parent.parent / "configs" / "verl"
+PACKAGE = "megatron_batching.configs.verl"
 
 
 def compose(*overrides: str) -> Any:
-    from hydra import compose, initialize_config_dir
+    from hydra import compose, initialize_config_module
 
-    with initialize_config_dir(str(CONFIGS), version_base=None):
+    with initialize_config_module(PACKAGE, version_base=None):
         return compose("grpo_megatron", overrides=list(overrides))
 
 
@@ -42,7 +43,7 @@ def test_recipe_fits_verls_schema() -> None:
     # Every key of ours is one that verl's own config has, except what ray hands to workers.
     plain = Path(verl.trainer.config.__file__).parent / "_generated_ppo_megatron_trainer.yaml"
     known = OmegaConf.to_container(OmegaConf.load(plain), resolve=False)
-    ours = OmegaConf.to_container(OmegaConf.load(CONFIGS / "grpo_megatron.yaml"), resolve=False)
+    ours = OmegaConf.to_container(OmegaConf.load(find_config("verl/grpo_megatron")), resolve=False)
     ours = {k: v for k, v in ours.items() if k not in ("defaults", "hydra", "ray_kwargs")}
     assert not unknown_keys(ours, known)
 
@@ -63,7 +64,7 @@ def test_recipe_selects_the_planned_engines() -> None:
 
 
 def test_settings_file_states_the_defaults(monkeypatch: Any) -> None:
-    monkeypatch.setenv(VARIABLE, str(CONFIGS / "megatron_batching.yaml"))
+    monkeypatch.setenv(VARIABLE, str(find_config("verl/megatron_batching")))
     assert load_settings() == VerlSettings()
     monkeypatch.setenv(VARIABLE, "")
     assert load_settings() == VerlSettings()

@@ -150,7 +150,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     for override in overrides:
         if "=" not in override:
             raise ValueError(f"override {override!r} is not of the form section.key=value")
-    with parsing(f"config {path} cannot be read (pass a YAML file)"):
+    with parsing(f"config {path} cannot be read (pass a YAML file, or a name that `config` lists)"):
         read = OmegaConf.load(path)
         sections: Any = OmegaConf.to_container(read, resolve=True)
     if not isinstance(sections, dict):

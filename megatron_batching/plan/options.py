@@ -9,6 +9,7 @@ the number which of the two was meant, is wrong by a factor of cp without anyone
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -17,7 +18,7 @@ from megatron_batching.plan.layout import Layout, check_positive
 from megatron_batching.schedules.files import shortened
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}")

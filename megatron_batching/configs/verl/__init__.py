@@ -1,0 +1,1 @@
+"""A recipe and the settings for verl; a package, so that Hydra finds them by its name."""
