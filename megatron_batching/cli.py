@@ -309,7 +309,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a GPT on planned mini-batches; run under torchrun with the layout's world size."""
-    from megatron_batching.engine.config import load_config
+    from megatron_batching.bench.train_config import load_config
 
     extra = [] if lengths is None else [f"data.lengths={lengths}"]
     settings = load_config(find_config(config), [*(overrides or []), *extra])

@@ -24,8 +24,8 @@ from megatron_batching.bench.paced_costs import Costs, measure_costs
 from megatron_batching.bench.settings import METHODS, BenchConfig, Trace
 from megatron_batching.bench.suite import run_bench
 from megatron_batching.bench.train import run_training
+from megatron_batching.bench.train_config import load_config
 from megatron_batching.configs import find_config
-from megatron_batching.engine.config import load_config
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.megatron.config import ModelConfig
 from megatron_batching.megatron.messages import Message, StepMessages

@@ -341,8 +341,8 @@ def fuzz_yaml(rng: random.Random) -> None:
     from omegaconf import OmegaConf
 
     from megatron_batching.bench.settings import BenchConfig, load_bench_config
+    from megatron_batching.bench.train_config import TrainConfig, load_config
     from megatron_batching.configs import find_config
-    from megatron_batching.engine.config import TrainConfig, load_config
     from megatron_batching.integrations.verl_settings import VerlSettings, load_settings
 
     kind = rng.choice(["train", "train", "bench", "verl", "cost"])

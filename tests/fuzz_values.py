@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_batching.bench.train_config import CompareConfig, DataConfig, RunConfig
 from megatron_batching.data import (
     MiniBatch,
     MiniBatchOptions,
     Sample,
-    batching_limits,
     collate,
     restore_order,
     shard_mini_batch,
@@ -25,8 +25,8 @@ from megatron_batching.data import (
     windows,
 )
 from megatron_batching.data.buckets import bucket_widths
-from megatron_batching.engine.config import CompareConfig, DataConfig, RunConfig
 from megatron_batching.engine.step_checks import SampleLimits, check_samples
+from megatron_batching.integrations.verl_limits import batching_limits
 from megatron_batching.integrations.verl_settings import VerlSettings
 from megatron_batching.loss import (
     Aggregation,

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_batching.data import MiniBatchOptions, batching_limits, windows
+from megatron_batching.data import MiniBatchOptions, windows
+from megatron_batching.integrations.verl_limits import batching_limits
 from megatron_batching.plan import BatchingOptions, Layout
 
 LENGTHS = [9, 1, 8, 2, 7, 3, 6, 4]

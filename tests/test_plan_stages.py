@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from megatron_batching.engine.config import load_config
+from megatron_batching.bench.train_config import load_config
 from megatron_batching.megatron.config import ModelConfig, stages_of
 from megatron_batching.plan import Layout
 from megatron_batching.plan.stages import ACCOUNTS, ENDS, LAYOUT, pipeline_stages

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_batching.bench.outputs import TIMELINE
+from megatron_batching.bench.train_config import TrainConfig
 from megatron_batching.data import synthetic_mini_batch
-from megatron_batching.engine.config import TrainConfig
 from megatron_batching.engine.pipeline import PipelineEngine, StepReport
 from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan, plan_from_rows
 from megatron_batching.plan.counts import legal_count

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from megatron_batching.bench.sizes import check_model
-from megatron_batching.engine.config import MOST_REPEATS, MOST_SEED
+from megatron_batching.bench.train_config import MOST_REPEATS, MOST_SEED
 from megatron_batching.megatron.config import ModelConfig, check_world_size
 from megatron_batching.plan import BatchingOptions, Layout
 from megatron_batching.plan.layout import MOST, check_positive

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_batching.engine.config import TrainConfig
+from megatron_batching.bench.train_config import TrainConfig
 from megatron_batching.megatron.config import ModelConfig
 from megatron_batching.plan import Layout
 from megatron_batching.plan.lengths import MOST_LENGTHS

@@ -30,7 +30,7 @@ from rich.table import Table
 from megatron_batching.bench.event_log import EventLog, check_event_folder
 from megatron_batching.bench.outputs import TIMELINE, on_rank_zero
 from megatron_batching.bench.sizes import check_memory, check_training
-from megatron_batching.engine.config import DataConfig, TrainConfig
+from megatron_batching.bench.train_config import DataConfig, TrainConfig
 from megatron_batching.megatron.config import (
     aligned_batching,
     check_world_size,

@@ -3,7 +3,6 @@
 from megatron_batching.data.collate import Batch, aligned, batch_shape, collate
 from megatron_batching.data.exchange import exchange
 from megatron_batching.data.feed import MicroBatchFeed, restore_order
-from megatron_batching.data.limits import batching_limits
 from megatron_batching.data.mini_batch import MiniBatch, Sample
 from megatron_batching.data.shards import (
     Holdings,
@@ -26,7 +25,6 @@ __all__ = [
     "Window",
     "aligned",
     "batch_shape",
-    "batching_limits",
     "collate",
     "exchange",
     "move_samples",

@@ -33,7 +33,7 @@ class MiniBatchOptions:
     mini_batch_size: int
     """Of one optimizer step, over all replicas: prompts if `responses_per_prompt` is above 1."""
     responses_per_prompt: int = 1
-    """Multiplied in (rollout.n in verl); 1 where the size already counts samples."""
+    """Multiplied in; 1 where the size already counts samples."""
     epochs: int = 1
     """Passes over the batch."""
     shuffle: bool = False

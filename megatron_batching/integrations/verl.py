@@ -29,7 +29,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
-from megatron_batching.data import Holdings, batching_limits, move_samples, restore_order, send_home
+from megatron_batching.data import Holdings, move_samples, restore_order, send_home
 from megatron_batching.data.exchange import gather
 from megatron_batching.engine.run import run_replica
 from megatron_batching.integrations.verl_batch import (
@@ -40,6 +40,7 @@ from megatron_batching.integrations.verl_batch import (
     sequence_lengths,
     split_outputs,
 )
+from megatron_batching.integrations.verl_limits import batching_limits
 from megatron_batching.integrations.verl_losses import cut_dependence, reduces_over_ranks
 from megatron_batching.integrations.verl_metrics import join_metrics
 from megatron_batching.integrations.verl_settings import VerlSettings, load_settings
