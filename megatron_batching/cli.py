@@ -7,15 +7,18 @@ user's error or an interrupt is `megatron_batching.program`'s.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import json
 import math
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -90,6 +93,55 @@ Html = Annotated[Path | None, typer.Option("--html", help="Page that zooms and s
 Trace = Annotated[Path | None, typer.Option("--trace", help="Trace for Perfetto or Chrome.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """How lengths are planned: the options that `plan` and `simulate` have in common."""
+
+    pp: PP = 1
+    vpp: VPP = 1
+    dp: DP = 1
+    tp: TP = 1
+    cp: CP = 1
+    ep: EP = 1
+    etp: ETP = None
+    group: Group = None
+    max_tokens: MaxTokens = None
+    micro_batch_size: MicroBatchSize = None
+    align: Align = 1
+    oversize: Oversize = "error"
+    balance: Balance = "replicas"
+    cost: Cost = None
+
+
+def _spelled_out(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameter `options` is, for Typer, one option for each field of PlanOptions.
+
+    Typer reads a command's options from its signature, so the signature is what changes here.
+    """
+    hints = get_type_hints(PlanOptions, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    shared = [
+        inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
+        for field in fields(PlanOptions)
+    ]
+    own = inspect.signature(command, eval_str=True)
+    parameters = []
+    for parameter in own.parameters.values():
+        one = [parameter.replace(kind=keyword)]
+        parameters += shared if parameter.name == "options" else one
+
+    @functools.wraps(command)
+    def run_command(**given: Any) -> None:
+        options = PlanOptions(
+            **{field.name: given.pop(field.name) for field in fields(PlanOptions)}
+        )
+        command(options=options, **given)
+
+    run_command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run_command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run_command
+
+
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
@@ -102,61 +154,28 @@ def _root(
 
 
 @app.command()
+@_spelled_out
 def plan(
     lengths: Lengths,
-    pp: PP = 1,
-    vpp: VPP = 1,
-    dp: DP = 1,
-    tp: TP = 1,
-    cp: CP = 1,
-    ep: EP = 1,
-    etp: ETP = None,
-    group: Group = None,
-    max_tokens: MaxTokens = None,
-    micro_batch_size: MicroBatchSize = None,
-    align: Align = 1,
-    oversize: Oversize = "error",
+    options: PlanOptions,
     sample_groups: SampleGroups = None,
-    balance: Balance = "replicas",
-    cost: Cost = None,
     as_json: AsJson = False,
 ) -> None:
     """Cut one mini-batch into micro-batches."""
-    sizes = dict(pp=pp, vpp=vpp, dp=dp, tp=tp, cp=cp, ep=ep, etp=etp, group=group)
-    options = {
-        "max_tokens_per_micro_batch": max_tokens,
-        "micro_batch_size": micro_batch_size,
-        "align": align,
-        "oversize": oversize,
-        "sample_groups": sample_groups,
-        "balance": balance,
-    }
-    made = _plan(lengths, sizes, options, cost)
-    _warn(cost, made.layout)
+    made = _plan(lengths, options, sample_groups=sample_groups)
+    _warn(options.cost, made.layout)
     print(json.dumps(made.to_json()) if as_json else made.describe())
 
 
 @app.command()
+@_spelled_out
 def simulate(
     source: Source,
+    options: PlanOptions,
     compare: Annotated[
         str | None,
         typer.Option(help="Another plan (*.json) or `baseline`, drawn below on the same axis."),
     ] = None,
-    pp: PP = 1,
-    vpp: VPP = 1,
-    dp: DP = 1,
-    tp: TP = 1,
-    cp: CP = 1,
-    ep: EP = 1,
-    etp: ETP = None,
-    group: Group = None,
-    max_tokens: MaxTokens = None,
-    micro_batch_size: MicroBatchSize = None,
-    align: Align = 1,
-    oversize: Oversize = "error",
-    balance: Balance = "replicas",
-    cost: Cost = None,
     replica: Annotated[
         int | None, typer.Option(help="Replica to draw; the slowest if left out, -1 for all.")
     ] = None,
@@ -188,28 +207,16 @@ def simulate(
     outputs = Outputs(png=png, html=html, trace=trace, timeline=timeline_file, as_json=as_json)
     outputs.check()
 
-    def make(text: str, method: str) -> MicroBatchPlan:
-        sizes = dict(pp=pp, vpp=vpp, dp=dp, tp=tp, cp=cp, ep=ep, etp=etp, group=group)
-        options = {
-            "max_tokens_per_micro_batch": max_tokens,
-            "micro_batch_size": micro_batch_size,
-            "align": align,
-            "oversize": oversize,
-            "balance": balance,
-            "method": method,
-        }
-        return _plan(text, sizes, options, cost)
-
-    plans = [("plan", read_plan(source) or make(source, "search"))]
-    _warn(cost, plans[0][1].layout)
+    plans = [("plan", read_plan(source) or _plan(source, options))]
+    _warn(options.cost, plans[0][1].layout)
     if compare == "baseline":
-        plans.insert(0, ("baseline", make(source, "baseline")))
+        plans.insert(0, ("baseline", _plan(source, options, method="baseline")))
     elif compare is not None:
-        plans.append((compare, read_plan(compare) or make(compare, "search")))
+        plans.append((compare, read_plan(compare) or _plan(compare, options)))
     run_simulate(
         plans,
         outputs=outputs,
-        cost=cost,
+        cost=options.cost,
         communication=Communication(
             planned_shapes=not exchange_shapes,
             overlap_warmup_flush=not exchange_shapes,
@@ -266,28 +273,28 @@ def what_if(
     as_json: AsJson = False,
 ) -> None:
     """Predict the step for every layout of so many GPUs; the fastest is marked."""
-    from megatron_batching.bench.what_if import run_what_if
+    from megatron_batching.bench.what_if import LayoutChoices, run_what_if
     from megatron_batching.bench.what_if import what_if as tabulate
     from megatron_batching.plan import read_lengths
 
     _warn(cost)
     names = ("gpus", "tp", "cp", "ep", "etp", "num_layers")
     with _naming({name: f"--{name.replace('_', '-')}" for name in names}):
-        rows = tabulate(
-            read_lengths(lengths),
+        sequence = read_lengths(lengths)
+        caps = _numbers("--max-tokens", max_tokens)
+        choices = LayoutChoices(
             gpus=gpus,
-            caps=_numbers("--max-tokens", max_tokens),
             pp=None if pp is None else _numbers("--pp", pp),
             vpp=None if vpp is None else _numbers("--vpp", vpp),
             tp=tp,
             cp=cp,
             ep=ep,
             etp=etp,
+            group=group,
             num_layers=num_layers,
             split=_assignments("--split", split or []),
-            group=group,
-            cost=cost,
         )
+        rows = tabulate(sequence, choices, caps=caps, cost=cost)
     run_what_if(rows, as_json=as_json)
 
 
@@ -399,13 +406,14 @@ def config(
     print(find_config(name).read_text(encoding="utf-8"), end="")
 
 
-def _plan(
-    lengths: str,
-    sizes: Mapping[str, int | None],
-    options: Mapping[str, Any],
-    cost: str | None,
-) -> MicroBatchPlan:
-    """Plan what the options say; errors name the options, not the arguments behind them."""
+def _plan(lengths: str, options: PlanOptions, **more: Any) -> MicroBatchPlan:
+    """Plan what the options say; errors name the options, not the arguments behind them.
+
+    Args:
+        lengths: where they are read from.
+        options: layout, limits and cost model.
+        more: further fields of `BatchingOptions`.
+    """
     from megatron_batching.plan import (
         BatchingOptions,
         Layout,
@@ -414,17 +422,26 @@ def _plan(
         read_lengths,
     )
 
-    if (options["max_tokens_per_micro_batch"] is None) == (options["micro_batch_size"] is None):
+    if (options.max_tokens is None) == (options.micro_batch_size is None):
         raise ValueError("pass exactly one of --max-tokens and --micro-batch-size")
-    named = {name: f"--{name.replace('_', '-')}" for name in (*sizes, *options)}
+    sizes = {field.name: getattr(options, field.name) for field in fields(Layout)}
+    batching = {
+        "max_tokens_per_micro_batch": options.max_tokens,
+        "micro_batch_size": options.micro_batch_size,
+        "align": options.align,
+        "oversize": options.oversize,
+        "balance": options.balance,
+        **more,
+    }
+    named = {name: f"--{name.replace('_', '-')}" for name in (*sizes, *batching)}
     named["max_tokens_per_micro_batch"] = "--max-tokens"
     values = read_lengths(lengths)
     with _naming(named):
-        layout = Layout(**sizes)  # type: ignore[arg-type]
-        batching = BatchingOptions(**options)
-    model = load_cost_model(cost, layout) if cost else None
+        layout = Layout(**sizes)
+        chosen = BatchingOptions(**batching)
+    model = load_cost_model(options.cost, layout) if options.cost else None
     with _naming(named):
-        return plan_mini_batch(values, layout, batching, cost_model=model)
+        return plan_mini_batch(values, layout, chosen, cost_model=model)
 
 
 def _warn(cost: str | None, layout: Layout | None = None) -> None:

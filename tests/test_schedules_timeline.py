@@ -28,7 +28,7 @@ from megatron_batching.bench.simulate import (
     run_timeline,
     simulate_plan,
 )
-from megatron_batching.bench.what_if import run_what_if, what_if
+from megatron_batching.bench.what_if import LayoutChoices, run_what_if, what_if
 from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan, plan_mini_batch
 
 LENGTHS = [700, 90, 1500, 320, 60, 980, 410, 230, 75, 1200, 640, 150, 880, 30, 510, 365]
@@ -140,7 +140,7 @@ def test_commands_compare_and_draw_again(
 
 
 def test_what_if_marks_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = what_if(LENGTHS, gpus=4, caps=[1000, 2000], num_layers=8)
+    rows = what_if(LENGTHS, LayoutChoices(gpus=4, num_layers=8), caps=[1000, 2000])
     result = run_what_if(rows)
     table = capsys.readouterr().out
     assert table.count("<- best") == 1
@@ -148,14 +148,16 @@ def test_what_if_marks_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
     fastest = min(row["step_time"] for row in result["rows"] if "step_time" in row)
     assert result["best"]["step_time"] == fastest
     with pytest.raises(ValueError, match="no layout of 4 GPUs"):
-        what_if(LENGTHS, gpus=4, caps=[2000], pp=[3])
+        what_if(LENGTHS, LayoutChoices(gpus=4, pp=[3]), caps=[2000])
     with pytest.raises(ValueError, match="no layout can be planned"):
-        run_what_if(what_if(LENGTHS, gpus=2, caps=[100]))
+        run_what_if(what_if(LENGTHS, LayoutChoices(gpus=2), caps=[100]))
 
 
 def test_what_if_splits_layers_as_megatron_does() -> None:
     def layouts(num_layers: int, **split: Any) -> dict[tuple[int, int], float]:
-        rows = what_if(LENGTHS, gpus=4, caps=[2000], num_layers=num_layers, split=split)
+        rows = what_if(
+            LENGTHS, LayoutChoices(gpus=4, num_layers=num_layers, split=split), caps=[2000]
+        )
         return {(r.layout.pp, r.layout.vpp): r.plan.predicted.step_time for r in rows if r.plan}
 
     alike = layouts(8)
@@ -168,4 +170,4 @@ def test_what_if_splits_layers_as_megatron_does() -> None:
     with pytest.raises(ValueError, match="the last says: num_layers_in_first_pipeline_stage=0"):
         layouts(8, num_layers_in_first_pipeline_stage=0)
     with pytest.raises(ValueError, match="'num_layers' is not one of num_layers_in_first"):
-        what_if(LENGTHS, gpus=4, caps=[2000], num_layers=8, split={"num_layers": 8})
+        what_if(LENGTHS, LayoutChoices(gpus=4, num_layers=8, split={"num_layers": 8}), caps=[2000])

@@ -26,7 +26,7 @@ from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.p2p import Shape, pipeline_shapes
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.recorder import MessageLog, StepRecorder
-from megatron_batching.megatron.schedule import run_schedule
+from megatron_batching.megatron.schedule import ForwardStep, run_schedule
 from megatron_batching.plan import MicroBatch
 from megatron_batching.schedules import Event, Op, PipelineSchedule, StageTimes
 
@@ -167,25 +167,18 @@ def run_paced_step(
         is_recorded: note start and end of each op; otherwise the result has no events.
         messages: gets the messages of the step, too.
     """
-    schedule, placement = step.schedule, model.placement
     stages: list[Any] = model.chunks
-    shapes = stage_shapes(model, step)
     for stage in stages:
         stage.weight.grad = None
         stage.ran.clear()
-
-    def forward_step(iterator: Iterator[int], chunk: Any) -> tuple[torch.Tensor, Any]:
-        i = next(iterator)
-        return chunk(step, shapes[i], i), lambda output: _reported(output, i, schedule)
-
     recorder = StepRecorder(messages=messages)
     origin = recorder.now()
-    with torch.set_grad_enabled(not schedule.forward_only):
+    with torch.set_grad_enabled(not step.schedule.forward_only):
         losses = run_schedule(
             model,
-            schedule,
-            forward_step=forward_step,
-            iterators=[iter(range(schedule.num_micro_batches)) for _ in stages],
+            step.schedule,
+            forward_step=_forward_step(model, step),
+            iterators=[iter(range(step.schedule.num_micro_batches)) for _ in stages],
             shapes=step.shapes,
             planned_shapes=planned_shapes,
             check_shapes=check_shapes,
@@ -193,25 +186,41 @@ def run_paced_step(
             timers=recorder if is_recorded else None,
         )
     step_time_s = recorder.seconds(origin, recorder.now())
-    events: list[Event] = []
-    if is_recorded:
-        events = recorder.events(
-            schedule,
-            pp_rank=placement.pp_rank,
-            dp_rank=placement.dp_rank,
-            origin=origin,
-            micro_batches=[
-                MicroBatch(samples=(i,), tokens=rows * width, dummy=False)
-                for i, (rows, width) in enumerate(step.shapes)
-            ],
-        )
     return PacedResult(
-        events=tuple(events),
+        events=_events(recorder, model, step, origin) if is_recorded else (),
         ran=tuple(stages[0].ran),
         step_time_s=step_time_s,
         losses=tuple(losses),
         weight_grads=tuple(s.weight.grad and s.weight.grad.item() for s in stages),
     )
+
+
+def _forward_step(model: PipelineModel, step: PacedStep) -> ForwardStep:
+    """What Megatron calls for each forward: the next micro-batch through a chunk."""
+    shapes = stage_shapes(model, step)
+
+    def forward_step(iterator: Iterator[int], chunk: Any) -> tuple[torch.Tensor, Any]:
+        i = next(iterator)
+        return chunk(step, shapes[i], i), lambda output: _reported(output, i, step.schedule)
+
+    return forward_step
+
+
+def _events(
+    recorder: StepRecorder, model: PipelineModel, step: PacedStep, origin: Any
+) -> tuple[Event, ...]:
+    """This rank's ops of a recorded step; each micro-batch counts as one sample."""
+    events = recorder.events(
+        step.schedule,
+        pp_rank=model.placement.pp_rank,
+        dp_rank=model.placement.dp_rank,
+        origin=origin,
+        micro_batches=[
+            MicroBatch(samples=(i,), tokens=rows * width, dummy=False)
+            for i, (rows, width) in enumerate(step.shapes)
+        ],
+    )
+    return tuple(events)
 
 
 def stage_shapes(model: PipelineModel, step: PacedStep) -> list[Shape]:

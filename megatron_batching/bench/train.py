@@ -36,7 +36,7 @@ from megatron_batching.megatron.config import (
     check_world_size,
     world_size_from_environment,
 )
-from megatron_batching.plan import load_cost_model, read_lengths
+from megatron_batching.plan import CostModel, load_cost_model, read_lengths
 from megatron_batching.plan.cost_quality import cost_warning
 from megatron_batching.plan.items import gather_items
 from megatron_batching.plan.layout import MOST
@@ -102,6 +102,39 @@ def run_training(
         ValueError: the layout does not fit the world size or the model, a mini-batch cannot be
             planned, or something cannot be written.
     """
+    all_lengths, cost_model = _checked_input(config)
+    # Megatron warns on every rank that optional libraries are missing; `_describe` says it once.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    from megatron_batching.megatron.parallel import shut_down
+
+    engine = _start(config, all_lengths, cost_model, event_folder)
+    is_first = engine.placement.rank == 0
+    console = Console(quiet=not is_first, highlight=False, stderr=as_json)
+    if not console.is_terminal:
+        console.width = _LOG_WIDTH
+    warning = cost_warning(config.cost, config.layout)
+    if warning is not None:
+        console.print(f"warning: {warning}", markup=False)
+    console.print(_describe(engine))
+    events = EventLog(event_folder) if event_folder is not None and is_first else None
+    rows = _train(engine, config, all_lengths, console, events)
+    console.print(_table(rows))
+    summary: dict[str, Any] = {"layout": asdict(config.layout), "mini_batches": rows}
+    if config.compare.enabled:
+        from megatron_batching.bench.compare import run_comparison
+
+        output_dir = Path(config.run.output_dir)
+        summary["comparison"] = run_comparison(
+            engine, config, all_lengths[-1], console=console, output_dir=output_dir
+        )
+    if as_json and is_first:
+        print(json.dumps(summary), flush=True)
+    shut_down()
+    return rows
+
+
+def _checked_input(config: TrainConfig) -> tuple[list[list[int]], CostModel | None]:
+    """Lengths of every mini-batch, and the cost file; what is wrong with a size is said here."""
     check_world_size(config.layout, world_size_from_environment())
     check_training(config)
     cost_model = None if config.cost is None else load_cost_model(config.cost, config.layout)
@@ -110,12 +143,18 @@ def run_training(
     for lengths in all_lengths:
         check_size(len(lengths), config.layout, batching)
         gather_items(lengths, config.layout, batching)  # names a sample over the cap
+    return all_lengths, cost_model
 
-    # Megatron warns on every rank that optional libraries are missing; `_describe` says it once.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    from megatron_batching.bench.compare import run_comparison
+
+def _start(
+    config: TrainConfig,
+    all_lengths: Sequence[Sequence[int]],
+    cost_model: CostModel | None,
+    event_folder: Path | None,
+) -> PipelineEngine:
+    """The process groups, and the engine in them once memory and places to write are there."""
     from megatron_batching.engine.pipeline import PipelineEngine
-    from megatron_batching.megatron.parallel import initialize, shut_down
+    from megatron_batching.megatron.parallel import initialize
 
     placement = initialize(
         config.layout,
@@ -127,7 +166,7 @@ def run_training(
     longest = max(all_lengths, key=max)
     check_memory(config.model, config.layout, longest, placement.device)
     on_rank_zero(lambda: _check_places(config, event_folder))
-    engine = PipelineEngine(
+    return PipelineEngine(
         model=config.model,
         placement=placement,
         batching=config.batching,
@@ -136,26 +175,6 @@ def run_training(
         seed=config.run.seed,
         planned_shapes=config.run.planned_shapes,
     )
-    console = Console(quiet=placement.rank != 0, highlight=False, stderr=as_json)
-    warning = cost_warning(config.cost, config.layout)
-    if warning is not None:
-        console.print(f"warning: {warning}", markup=False)
-    if not console.is_terminal:
-        console.width = _LOG_WIDTH
-    console.print(_describe(engine))
-    events = EventLog(event_folder) if event_folder is not None and placement.rank == 0 else None
-    rows = _train(engine, config, all_lengths, console, events)
-    console.print(_table(rows))
-    summary: dict[str, Any] = {"layout": asdict(config.layout), "mini_batches": rows}
-    if config.compare.enabled:
-        output_dir = Path(config.run.output_dir)
-        summary["comparison"] = run_comparison(
-            engine, config, all_lengths[-1], console=console, output_dir=output_dir
-        )
-    if as_json and placement.rank == 0:
-        print(json.dumps(summary), flush=True)
-    shut_down()
-    return rows
 
 
 def _check_places(config: TrainConfig, event_folder: Path | None) -> None:

@@ -65,20 +65,114 @@ class WhatIfRow:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayoutChoices:
+    """Which layouts are tried.
+
+    Attributes:
+        gpus: GPUs in all; dp follows from pp, tp and cp.
+        pp: pipeline sizes to try; every divisor of gpus / (tp cp) up to 16 when left out.
+        vpp: chunk counts to try; 1, 2 and 4 when left out, or what a cost file leaves open.
+        tp: tensor-parallel ranks.
+        cp: context-parallel ranks.
+        ep: expert-parallel ranks; layouts whose stages they do not fill are left out.
+        etp: tensor-parallel ranks of an expert; None means tp.
+        group: sets the group instead of leaving it to the planner.
+        num_layers: of the model; leaves out layouts among whose stages they cannot be split.
+        split: how they are split, by Megatron's names (`megatron_batching.plan.stages`); stages
+            then cost in proportion to their layers. Equal stages if not given.
+    """
+
+    gpus: int
+    pp: Sequence[int] | None = None
+    vpp: Sequence[int] | None = None
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    group: int | None = None
+    num_layers: int | None = None
+    split: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "tp", "cp", "ep", "etp", "num_layers"):
+            size = getattr(self, name)
+            if size is not None:
+                check_positive(name, size)
+        if self.gpus % (self.tp * self.cp):
+            raise ValueError(
+                f"gpus={self.gpus} with tp={self.tp} and cp={self.cp} must be a multiple of "
+                f"{self.tp * self.cp}"
+            )
+
+    @property
+    def pipeline_sizes(self) -> list[int]:
+        """The pp that are tried."""
+        if self.pp:
+            return list(self.pp)
+        ranks = self.gpus // (self.tp * self.cp)
+        return [n for n in range(1, min(ranks, LARGEST_PP) + 1) if ranks % n == 0]
+
+    def layouts(self, cost: str | None) -> list[Layout]:
+        """Every layout that can be; those of a cost file must have its number of virtual stages.
+
+        Raises:
+            ValueError: there is none.
+        """
+        stages = None
+        if cost is not None and cost not in NAMED_COST_MODELS:
+            stages = read_cost_model(cost).num_virtual_stages
+        layouts = [
+            Layout(
+                pp=pp,
+                vpp=vpp,
+                dp=self.gpus // (self.tp * self.cp) // pp,
+                tp=self.tp,
+                cp=self.cp,
+                ep=self.ep,
+                etp=self.etp,
+                group=self.group if vpp > 1 else None,
+            )
+            for pp in self.pipeline_sizes
+            for vpp in self._chunk_counts(pp, stages)
+            if self._is_possible(pp, vpp, stages)
+        ]
+        if not layouts:
+            raise ValueError(self._no_layout(cost, stages))
+        return layouts
+
+    def _chunk_counts(self, pp: int, stages: int | None) -> Sequence[int]:
+        if self.vpp:
+            return self.vpp
+        return (1, 2, 4) if stages is None else (max(1, stages // pp),)
+
+    def _is_possible(self, pp: int, vpp: int, stages: int | None) -> bool:
+        return (
+            self.gpus // (self.tp * self.cp) % pp == 0
+            and (self.gpus // pp) % (self.ep * (self.etp or self.tp)) == 0
+            and (pp > 1 or vpp == 1)
+            and not (self.group is not None and vpp > 1 and self.group < pp)
+            and (stages is None or pp * vpp == stages)
+        )
+
+    def _no_layout(self, cost: str | None, stages: int | None) -> str:
+        """Why there is no layout."""
+        experts = f"ep {self.ep} x etp {self.etp or self.tp}"
+        return (
+            f"no layout of {self.gpus} GPUs has pp in {self.pipeline_sizes}"
+            + (f" and vpp in {list(self.vpp)}" if self.vpp else "")
+            + (f" and room for {experts} in a stage" if self.ep > 1 or self.etp else "")
+            + (f" and the {stages} virtual stages (pp x vpp) that {cost} is of" if stages else "")
+            + ": allow other sizes"
+            + (", or leave out the cost file" if stages else "")
+        )
+
+
 def what_if(
     lengths: Sequence[int],
+    choices: LayoutChoices,
     *,
-    gpus: int,
     caps: Sequence[int],
-    pp: Sequence[int] | None = None,
-    vpp: Sequence[int] | None = None,
-    tp: int = 1,
-    cp: int = 1,
-    ep: int = 1,
-    etp: int | None = None,
-    num_layers: int | None = None,
-    split: Mapping[str, Any] | None = None,
-    group: int | None = None,
     cost: str | None = None,
     options: BatchingOptions | None = None,
 ) -> list[WhatIfRow]:
@@ -86,18 +180,8 @@ def what_if(
 
     Args:
         lengths: the global mini-batch.
-        gpus: GPUs in all; dp follows from pp, tp and cp.
+        choices: which layouts are tried.
         caps: token caps of a micro-batch to try.
-        pp: pipeline sizes to try; every divisor of gpus / (tp cp) up to 16 when left out.
-        vpp: chunk counts to try; 1, 2 and 4 when left out, or what a cost file leaves open.
-        tp: tensor-parallel ranks.
-        cp: context-parallel ranks.
-        ep: expert-parallel ranks; layouts whose stages they do not fill are left out.
-        etp: tensor-parallel ranks of an expert; None means tp.
-        num_layers: of the model; leaves out layouts among whose stages they cannot be split.
-        split: how they are split, by Megatron's names (`megatron_batching.plan.stages`); stages
-            then cost in proportion to their layers. Equal stages if not given.
-        group: sets the group instead of leaving it to the planner.
         cost: "tokens" or "verl", which fit every layout, or a file: then only layouts with its
             number of virtual stages are tried.
         options: further batching options; the caps replace its own.
@@ -106,46 +190,7 @@ def what_if(
         ValueError: no layout has so many GPUs, or as many virtual stages as the cost file, or can
             have the layers split like that.
     """
-    sizes_given = {"gpus": gpus, "tp": tp, "cp": cp, "ep": ep, "etp": etp, "num_layers": num_layers}
-    for name, size in sizes_given.items():
-        if size is not None:
-            check_positive(name, size)
-    if gpus % (tp * cp):
-        raise ValueError(f"gpus={gpus} with tp={tp} and cp={cp} must be a multiple of {tp * cp}")
-    stages = None
-    if cost is not None and cost not in NAMED_COST_MODELS:
-        stages = read_cost_model(cost).num_virtual_stages
-    ranks = gpus // (tp * cp)
-    sizes = pp or [n for n in range(1, min(ranks, LARGEST_PP) + 1) if ranks % n == 0]
-    layouts = [
-        Layout(
-            pp=p,
-            vpp=v,
-            dp=ranks // p,
-            tp=tp,
-            cp=cp,
-            ep=ep,
-            etp=etp,
-            group=group if v > 1 else None,
-        )
-        for p in sizes
-        for v in (vpp or ((1, 2, 4) if stages is None else (max(1, stages // p),)))
-        if ranks % p == 0
-        and (gpus // p) % (ep * (etp or tp)) == 0
-        and (p > 1 or v == 1)
-        and not (group is not None and v > 1 and group < p)
-        and (stages is None or p * v == stages)
-    ]
-    if not layouts:
-        raise ValueError(
-            f"no layout of {gpus} GPUs has pp in {list(sizes)}"
-            + (f" and vpp in {list(vpp)}" if vpp else "")
-            + (f" and room for ep {ep} x etp {etp or tp} in a stage" if ep > 1 or etp else "")
-            + (f" and the {stages} virtual stages (pp x vpp) that {cost} is of" if stages else "")
-            + ": allow other sizes"
-            + (", or leave out the cost file" if stages else "")
-        )
-    shares = _shares(layouts, num_layers, split or {})
+    shares = _shares(choices.layouts(cost), choices.num_layers, choices.split or {})
     base = options or BatchingOptions(max_tokens_per_micro_batch=1, search_budget=WHAT_IF_BUDGET)
     rows = []
     for layout, cap in itertools.product(shares, caps):

@@ -123,21 +123,13 @@ def plan_from_rows(
     if layout.vpp > 1:
         group = group or layout.group or layout.pp
 
-    def batch(held: Sequence[int]) -> MicroBatch:
-        real = [lengths[row] for row in held if 0 <= row < len(lengths)]
-        padded = padded_lengths(real, packing=options.packing, align=options.alignment(layout))
-        return MicroBatch(samples=tuple(sorted(held)), tokens=sum(padded), dummy=not held)
-
     plan = MicroBatchPlan(
         layout=layout,
         options=options,
         group=group,
         lengths=packer.items.lengths,
         owners=packer.items.owners,
-        replicas=tuple(
-            ReplicaPlan(dp_rank=dp_rank, micro_batches=tuple(batch(held) for held in of_replica))
-            for dp_rank, of_replica in enumerate(rows)
-        ),
+        replicas=_replicas_of_rows(lengths, layout, options, rows),
         predicted=_NOT_YET,
     )
     plan.validate()
@@ -198,6 +190,25 @@ def _packer(
     model = cost_model if cost_model is not None else uniform_cost_model(layout)
     model.check_layout(layout)
     return Packer(gather_items(lengths, layout, options, owners), layout, options, model)
+
+
+def _replicas_of_rows(
+    lengths: Sequence[int],
+    layout: Layout,
+    options: BatchingOptions,
+    rows: Sequence[Sequence[Sequence[int]]],
+) -> tuple[ReplicaPlan, ...]:
+    """The replicas as given; rows that do not exist count no tokens, and are refused later."""
+
+    def batch(held: Sequence[int]) -> MicroBatch:
+        real = [lengths[row] for row in held if 0 <= row < len(lengths)]
+        padded = padded_lengths(real, packing=options.packing, align=options.alignment(layout))
+        return MicroBatch(samples=tuple(sorted(held)), tokens=sum(padded), dummy=not held)
+
+    return tuple(
+        ReplicaPlan(dp_rank=dp_rank, micro_batches=tuple(batch(held) for held in of_replica))
+        for dp_rank, of_replica in enumerate(rows)
+    )
 
 
 def _replica(rank: int, packing: Packing, packer: Packer, items: Items) -> ReplicaPlan:
