@@ -49,17 +49,17 @@ test-full: $(VENV)/verl
 	$(BIN)/pytest -m "slow or not slow"
 
 test-verl: $(VENV)/verl
-	$(BIN)/pytest -m "slow or not slow" tests/test_verl_*.py
+	$(BIN)/pytest -m "slow or not slow" tests/integrations
 
 mutate: $(VENV)/installed
-	$(BIN)/python tests/mutate_scaling.py
+	$(BIN)/python -m tests.programs.mutate_scaling
 
 loss-table: $(VENV)/installed
-	LOSS_TABLE=docs/loss.md $(BIN)/pytest -m slow tests/test_loss_table_multiproc.py
-	$(BIN)/python tests/loss_curves.py docs/images/loss_curves.png
+	LOSS_TABLE=docs/loss.md $(BIN)/pytest -m slow tests/loss/test_loss_table_multiproc.py
+	$(BIN)/python -m tests.programs.loss_curves docs/images/loss_curves.png
 
 fuzz: $(VENV)/installed
-	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
+	$(BIN)/python -m tests.programs.fuzz --minutes $(MINUTES)
 
 bench: $(VENV)/verl
 	$(BIN)/torchrun --standalone --nproc-per-node 8 -m megatron_batching bench

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from process_pool import WorkerPool
+from tests.support.process_pool import WorkerPool
 
 # How long an example takes is no property of the code: machines that run these tests are shared.
 settings.register_profile(

@@ -11,7 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from tests.support import ROOT
+
+EXAMPLES = ROOT / "examples"
 PAGE = (EXAMPLES / "README.md").read_text()
 README = EXAMPLES.with_name("README.md").read_text()
 ALONE = re.findall(r"`python examples/(\w+\.py)`", PAGE)
@@ -43,7 +45,7 @@ def test_programs_on_two_processes(tmp_path: Path) -> None:
         files.append(tmp_path / f"readme_{i}.py")
         files[-1].write_text(snippet)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    output = run(*torchrun, str(Path(__file__).with_name("run_examples.py")), *map(str, files))
+    output = run(*torchrun, "-m", "tests.programs.run_examples", *map(str, files))
     for file in files:
         assert f"finished {file}" in output
     assert "limit       16384 tokens" in output and "step 2: loss" in output

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_batching.configs import config_names
-
-ROOT = Path(__file__).parents[1]
+from tests.support import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ import pytest
 import torch
 from megatron_batching.schedules.files import read_json, write_text, write_whole
 
-from fuzz import KINDS, check_plan, fuzz
 from megatron_batching.data import (
     MicroBatchFeed,
     MiniBatch,
@@ -33,6 +32,7 @@ from megatron_batching.plan import (
     plan_mini_batch,
     uniform_cost_model,
 )
+from tests.programs.fuzz import KINDS, check_plan, fuzz
 
 QUADRATIC = uniform_cost_model(Layout(), per_token=0.0, per_pair=1.0)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fault_runs import FAULTS, check, load, prepare, run
+from tests.programs.fault_runs import FAULTS, check, load, prepare, run
 
 QUICK = [("killed", "hosts"), ("loss error", "torchrun"), ("lengths", "hosts")]
 ALL = [(fault, start) for fault in FAULTS for start in ("hosts", "torchrun")]

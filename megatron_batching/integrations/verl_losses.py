@@ -2,10 +2,10 @@
 
 Most of verl's losses are sums over tokens, divided by counts of the whole mini-batch: no cut can
 change them. Those listed here choose or average inside each micro-batch, so that another cut,
-verl's own among them, gives another gradient; `tests/test_verl_engine_multiproc.py` runs every
-registered one side by side. Nothing outside the loss can make them exact, so they run as they are,
-and one warning says what to expect. The alternative, refusing them, would take away what verl
-offers.
+verl's own among them, gives another gradient; `tests/integrations/test_verl_engine_multiproc.py`
+runs every registered one side by side. Nothing outside the loss can make them exact, so they run as
+they are, and one warning says what to expect. The alternative, refusing them, would take away what
+verl offers.
 
 A loss that reduces over ranks in each micro-batch is another matter: replicas with different counts
 would wait for one another for ever.

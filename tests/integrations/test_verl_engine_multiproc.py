@@ -1,0 +1,197 @@
+"""The planned verl backend against verl's own Megatron engine, with real verl on the CPU.
+
+Purpose: the same weights and the same batch give the same loss, metrics, gradients, log-probs and
+values, whatever the layout, and what verl refuses to cut trains.
+Command: pytest tests/integrations/test_verl_engine_multiproc.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="needs pip install megatron-batching[verl]")
+pytest.importorskip("mbridge", reason="needs pip install megatron-batching[verl]")
+
+from megatron_batching.integrations.verl_losses import CUT_DEPENDENT
+from tests.integrations import verl_cpu
+from tests.integrations.verl_pool import VerlPools, worst
+
+verl_cpu.skip_without_models()
+
+TOLERANCE = 1e-5
+CAP = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 128}
+SIZE = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+SHARDS = [[40, 3, 17, 64, 9, 22, 5, 31], [12, 50, 33, 8, 90, 20, 7, 11]]
+
+LAYOUTS = {
+    "pp1": {},
+    "pp1-dp2": {"dp": 2},
+    "pp2": {"pp": 2},
+    "pp2-vpp2": {"pp": 2, "vpp": 2},
+    "pp2-dp2": {"pp": 2, "dp": 2},
+    "pp2-vpp2-dp2": {"pp": 2, "vpp": 2, "dp": 2},
+}
+WITH_EXPERTS = {"dp2-ep2": {"dp": 2, "ep": 2}}
+AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+# One loss and limit for each layout, all pairs among them; the slow tests run all combinations.
+TRAINING = {
+    "pp1-dp2": ("ppo", CAP),
+    "pp2": ("value", CAP),
+    "pp2-vpp2": ("sft", SIZE),
+    "pp2-dp2": ("ppo", SIZE),
+    "pp2-vpp2-dp2": ("value", SIZE),
+    "pp1": ("sft", CAP),
+}
+INFERENCE = {
+    "pp1-dp2": "value",
+    "pp2": "none",
+    "pp2-vpp2": "sft",
+    "pp2-dp2": "value",
+    "pp2-vpp2-dp2": "none",
+    "pp1": "none",
+}
+
+
+def by_layout(*names: str) -> Any:
+    """Run all tests of one layout together: engines and workers are built for one at a time."""
+    return pytest.mark.parametrize("layout", names or LAYOUTS, scope="module")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[VerlPools]:
+    pools = VerlPools()
+    yield pools
+    pools.stop()
+
+
+def run(pools: VerlPools, name: str, **case: Any) -> list[dict[str, Any]]:
+    """Results of every rank; what is compared must agree to the tolerance."""
+    layout = dict((LAYOUTS | WITH_EXPERTS)[name])
+    dp = layout.pop("dp", 1)
+    case.setdefault("lengths", SHARDS[:dp])
+    results = pools[layout.get("pp", 1) * dp].run(
+        case.pop("function", "tests.integrations.verl_cases:compare"), layout=layout, **case
+    )
+    error, of = worst(results)
+    assert error < TOLERANCE, of
+    return results
+
+
+@by_layout()
+def test_training_equals_verl(pools: Any, layout: str) -> None:
+    loss, limits = TRAINING[layout]
+    run(pools, layout, loss=loss, limits=limits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limits", [CAP, SIZE], ids=["dynamic", "fixed"])
+@pytest.mark.parametrize("loss", ["sft", "ppo", "value"])
+@by_layout()
+def test_training_equals_verl_with_every_loss(
+    pools: Any, layout: str, loss: str, limits: Any
+) -> None:
+    run(pools, layout, loss=loss, limits=limits)
+
+
+@by_layout()
+def test_inference_equals_verl(pools: Any, layout: str) -> None:
+    run(pools, layout, loss=INFERENCE[layout], limits=CAP, forward_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["none", "sft", "value"])
+@by_layout()
+def test_inference_equals_verl_with_every_loss(pools: Any, layout: str, loss: str) -> None:
+    run(pools, layout, loss=loss, limits=CAP, forward_only=True)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@by_layout("pp2-vpp2-dp2")
+def test_every_aggregation_equals_verl(pools: Any, layout: str, aggregation: str) -> None:
+    run(pools, layout, loss="ppo", limits=CAP, aggregation=aggregation)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "value"])
+@by_layout("pp2-dp2")
+def test_samples_move_between_replicas_and_outputs_come_home(
+    pools: Any, layout: str, loss: str
+) -> None:
+    case = dict(loss=loss, limits=CAP, lengths=[[90, 80, 70, 60], [5, 6, 7, 8]])
+    assert run(pools, layout, **case)[0]["num_moved"] > 0
+    assert run(pools, layout, **case, settings="balance: none")[0]["num_moved"] == 0
+
+
+@pytest.mark.parametrize("loss", ["sft", "ppo"])
+@by_layout("pp1-dp2", "pp2")
+def test_the_per_token_regime_equals_verl(pools: Any, layout: str, loss: str) -> None:
+    run(pools, layout, loss=loss, limits=CAP, per_token=True)
+
+
+@pytest.mark.parametrize("loss", ["sft", pytest.param("none", marks=pytest.mark.slow)])
+@by_layout("dp2-ep2")
+def test_experts_on_two_replicas(pools: Any, layout: str, loss: str) -> None:
+    """By themselves the replicas would run 4 micro-batches and 1, and then wait for ever."""
+    case = dict(loss=loss, forward_only=loss == "none", limits=CAP)
+    case["lengths"] = [[100] * 4, [20, 30, 5, 6]]
+    for more, counts, num_dummies in (("", [4, 4], 0), ("\nmin_num_micro_batches: 5", [5, 5], 2)):
+        for result in run(pools, layout, **case, settings="balance: none" + more):
+            assert (result["counts"], result["num_dummies"]) == (counts, num_dummies)
+
+
+@by_layout("pp1")
+def test_policy_losses_depend_on_the_cut_only_where_a_warning_says_so(
+    pools: Any, layout: str
+) -> None:
+    """Every policy loss that verl has registered; a new one of theirs fails here."""
+    (found,) = pools[1].run(
+        "tests.integrations.verl_cases:policy_losses",
+        limits=CAP,
+        lengths=[[*SHARDS[0], *SHARDS[1]]],
+    )
+    for name, result in found.items():
+        assert not result["verl warned"], name
+        if name in CUT_DEPENDENT:
+            assert result["planned"] > 0.1, name
+            assert result["verl"] > 0.1, name
+            (said,) = result["planned warned"]  # once for two calls
+            assert f"policy loss {name}" in said
+        else:
+            assert max(result["planned"], result["verl"]) < TOLERANCE, name
+            assert not result["planned warned"], name
+    assert set(CUT_DEPENDENT) <= set(found)
+
+
+GROUP_OF_4 = {"override_transformer_config": {"microbatch_group_size_per_vp_stage": 4}}
+# Limits, lengths by replica, overrides of the engine's config.
+REFUSED_BY_VERL = {
+    "pp1-dp2": [(CAP, [[100] * 4, [2, 2]], {})],  # fewer samples than the synced count
+    "pp2": [(SIZE, [[9, 5, 7]], {})],  # the size leaves a rest
+    "pp2-vpp2": [
+        (CAP, [[128] * 6], GROUP_OF_4),
+        (CAP, [[128] * 3], {}),  # an odd count
+    ],
+    "pp2-vpp2-dp2": [(CAP, [[100] * 4, [2, 2]], {})],
+}
+
+
+@by_layout(*REFUSED_BY_VERL)
+def test_trains_what_verl_refuses(pools: Any, layout: str) -> None:
+    for limits, lengths, overrides in REFUSED_BY_VERL[layout]:
+        results = run(
+            pools,
+            layout,
+            function="tests.integrations.verl_cases:beyond_verl",
+            limits=limits,
+            lengths=lengths,
+            overrides=overrides,
+        )
+        assert all(r["refused"] for r in results)

@@ -1,0 +1,471 @@
+"""What the workers of the verl tests run: verl's own Megatron engine and the planned one.
+
+Both get the same tiny Qwen2, saved by transformers and loaded by mbridge, and the same TensorDict;
+results come back as plain numbers and CPU tensors. The workers are started with the environment of
+`verl_cpu.environment`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import tempfile
+import types
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+VOCABULARY = 128
+LAYERS = 4
+
+
+def model_path(*, has_experts: bool = False) -> Path:
+    """A tiny Qwen2, or Qwen3-MoE, on disk; written once per session by whoever comes first."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
+
+    folder = Path(os.environ.get("VERL_TINY_MODEL", tempfile.gettempdir()))
+    path = folder / ("tiny_qwen3_moe" if has_experts else "tiny_qwen2")
+    is_alone = not dist.is_initialized()
+    if (is_alone or dist.get_rank() == 0) and not (path / "config.json").exists():
+        sizes: dict[str, Any] = dict(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+        )
+        torch.manual_seed(0)
+        if has_experts:  # weights are drawn, not loaded: see `verl_cpu.without_weights`
+            Qwen3MoeConfig(
+                **sizes,
+                head_dim=16,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=32,
+                architectures=["Qwen3MoeForCausalLM"],
+            ).save_pretrained(path)
+        else:
+            config = Qwen2Config(**sizes, architectures=["Qwen2ForCausalLM"])
+            Qwen2ForCausalLM(config).save_pretrained(path)
+    if not is_alone:
+        dist.barrier()
+    return path
+
+
+def prepare() -> None:
+    """Process group, CPU mode and shims; the parallel state is left to the engine."""
+    from tests.integrations import verl_cpu
+
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo")
+        verl_cpu.install()
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+
+
+def configs(layout: dict[str, int], *, model_type: str, **engine: Any) -> dict[str, Any]:
+    """Constructor arguments of verl's engines."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+
+    has_experts = "ep" in layout
+    path = str(model_path(has_experts=has_experts))
+    model = HFModelConfig(path=path, load_tokenizer=False, use_remove_padding=False)
+    model.tokenizer = types.SimpleNamespace(pad_token_id=0)
+    model.model_type = model_type
+    engine_config = McoreEngineConfig(
+        **{
+            "pipeline_model_parallel_size": layout.get("pp", 1),
+            "virtual_pipeline_model_parallel_size": layout.get("vpp"),
+            "tensor_model_parallel_size": layout.get("tp", 1),
+            "expert_model_parallel_size": layout.get("ep", 1),
+            "use_mbridge": True,
+            "vanilla_mbridge": True,
+            "use_distributed_optimizer": False,
+            "use_remove_padding": False,
+            "pad_bshd_to_minibatch_max": False,
+            **engine,
+        }
+    )
+    object.__setattr__(engine_config, "dtype", "float32")
+    return {
+        "model_config": model,
+        "engine_config": engine_config,
+        "optimizer_config": McoreOptimizerConfig(lr=1e-3, lr_decay_steps=10, clip_grad=1.0),
+        "checkpoint_config": CheckpointConfig(),
+    }
+
+
+def engine(vendor: str, layout: dict[str, int], *, model_type: str, **overrides: Any) -> Any:
+    """An initialised engine of verl's registry."""
+    from verl.workers.engine import EngineRegistry
+
+    from tests.integrations import verl_cpu
+
+    os.environ["VERL_ENGINE_VENDOR"] = vendor
+    result = EngineRegistry.new(
+        model_type=model_type,
+        backend="megatron",
+        **configs(layout, model_type=model_type, **overrides),
+    )
+    with verl_cpu.without_weights() if "ep" in layout else contextlib.nullcontext():
+        result.initialize()
+    return result
+
+
+def batch(lengths: list[list[int]], limits: dict[str, Any], *, dp_rank: int) -> Any:
+    """This replica's samples with every field that verl's losses read, from one seed."""
+    from verl.utils import tensordict_utils as tu
+
+    generator = torch.Generator().manual_seed(7)
+    shards = []
+    for shard in lengths:
+        rows = []
+        for n in shard:
+            prompt = max(1, n // 4)
+            mask = torch.cat([torch.zeros(prompt), torch.ones(n - prompt)])
+            response = n - prompt
+
+            def noise(size: int = response) -> torch.Tensor:
+                return torch.randn(size, generator=generator)
+
+            ids = torch.randint(1, VOCABULARY, (n,), generator=generator)
+            rows.append(
+                {
+                    "input_ids": ids,
+                    "prompts": ids[:prompt],
+                    "responses": ids[prompt:],
+                    "loss_mask": mask.long(),
+                    "response_mask": torch.ones(response).long(),
+                    "position_ids": torch.arange(n),
+                    "old_log_probs": -4.8 + 0.3 * noise(),
+                    "advantages": noise(),
+                    "ref_log_prob": -4.8 + 0.3 * noise(),
+                    "values": noise(),
+                    "returns": noise(),
+                }
+            )
+        shards.append(rows)
+    rows = shards[dp_rank]
+    columns = {
+        key: torch.nested.as_nested_tensor([r[key] for r in rows], layout=torch.jagged)
+        for key in rows[0]
+    }
+    common = {
+        "use_fused_kernels": False,
+        "use_remove_padding": False,
+        "temperature": 1.0,
+        "global_batch_size": sum(len(shard) for shard in lengths),
+        **limits,
+    }
+    return tu.get_tensordict(columns, common)
+
+
+def loss_function(name: str, aggregation: str = "token-mean") -> Any:
+    """One of verl's own losses, configured as its workers do."""
+    losses = importlib.import_module("verl.workers.utils.losses")
+    if name == "sft":
+        return partial(losses.sft_loss, None)
+    from verl.workers.config import CriticConfig
+
+    if name == "ppo":
+        return partial(losses.ppo_loss, actor_config(aggregation))
+    config = CriticConfig(strategy="megatron", use_dynamic_bsz=True, loss_agg_mode=aggregation)
+    return partial(losses.value_loss, config)
+
+
+def actor_config(aggregation: str = "token-mean") -> Any:
+    """verl's config of PPO's loss, with KL and entropy terms switched on."""
+    from verl.workers.config import ActorConfig
+
+    return ActorConfig(
+        strategy="megatron",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        loss_agg_mode=aggregation,
+        loss_scale_factor=64,
+        use_kl_loss=True,
+        entropy_coeff=0.01,
+    )
+
+
+_LAYOUT: dict[str, int] | None = None
+_ENGINES: dict[tuple[str, bool], tuple[Any, Any]] = {}
+
+
+def _engines(layout: dict[str, int], model_type: str, per_token: bool) -> tuple[Any, Any]:
+    """verl's own engine and the planned one, with the same weights, in this layout."""
+    global _LAYOUT
+    if layout != _LAYOUT:
+        _ENGINES.clear()
+        prepare()
+        _LAYOUT = layout
+    key = model_type, per_token
+    if key not in _ENGINES:
+        fields: dict[str, Any] = {"calculate_per_token_loss": per_token}
+        if "ep" in layout:
+            # mbridge asks for both; they have CUDA kernels only.
+            fields |= {"moe_grouped_gemm": False, "persist_layer_norm": False}
+        config = {"override_transformer_config": fields}
+        theirs, ours = (
+            engine(vendor, layout, model_type=model_type, **config)
+            for vendor in ("nvidia", "megatron_batching")
+        )
+        for mine, other in zip(ours.module, theirs.module, strict=True):
+            assert mine.config.calculate_per_token_loss == per_token
+            mine.load_state_dict(other.state_dict())
+        _ENGINES[key] = theirs, ours
+    return _ENGINES[key]
+
+
+@contextlib.contextmanager
+def _per_token_when_padded(*engines: Any) -> Iterator[None]:
+    """Let verl run its per-token regime here.
+
+    It refuses padded rows, as router losses would be wrong there; packed ones need Transformer
+    Engine. There are no router losses, so that one check is misled. And it adds up token counts in
+    place, which on a GPU are copies and here would be the batch's own offsets.
+    """
+
+    def misled(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        object.__setattr__(engine.engine_config, "use_remove_padding", True)
+        try:
+            return type(engine).postprocess_micro_batch_func(engine, *args, **kwargs)
+        finally:
+            object.__setattr__(engine.engine_config, "use_remove_padding", False)
+
+    def copied(engine: Any, data: Any) -> torch.Tensor:
+        return type(engine)._routed_num_tokens(engine, data).clone()
+
+    for each in engines:
+        each.postprocess_micro_batch_func = partial(misled, each)
+        each._routed_num_tokens = partial(copied, each)
+    try:
+        yield
+    finally:
+        for each in engines:
+            del each.postprocess_micro_batch_func, each._routed_num_tokens
+
+
+def _run(engine: Any, data: Any, loss: Any, *, forward_only: bool) -> dict[str, Any]:
+    """One pass, and all that can be read off afterwards."""
+    reports: list[tuple[float, dict[str, Any]]] = []
+
+    def recorded(loss: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        value, metrics = loss(model_output=model_output, data=data, dp_group=dp_group)
+        mask = data["loss_mask"]
+        reports.append((float(mask.values().sum()), metrics))
+        return value, metrics
+
+    # Bound, as verl binds the configs of its losses.
+    function = None if loss is None else partial(recorded, loss)
+    if forward_only:
+        with engine.eval_mode():
+            output = engine.infer_batch(data, loss_function=function)
+        gradients = {}
+    else:
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(data, function, forward_only=False)
+            gradients = {
+                f"{i}.{name}": parameter.main_grad.clone()
+                for i, chunk in enumerate(engine.module)
+                for name, parameter in chunk.named_parameters()
+            }
+    return {"output": output, "gradients": gradients, "reports": reports}
+
+
+def compare(
+    *,
+    layout: dict[str, int],
+    limits: dict[str, Any],
+    lengths: list[list[int]],
+    loss: str = "sft",
+    aggregation: str = "token-mean",
+    forward_only: bool = False,
+    settings: str | None = None,
+    per_token: bool = False,
+) -> dict[str, Any]:
+    """Errors of the planned engine against verl's own, on this rank; relative to the largest."""
+    from megatron_batching.integrations.verl_settings import VerlSettings
+
+    model_type = "value_model" if loss == "value" else "language_model"
+    theirs, ours = _engines(layout, model_type, per_token)
+    ours.settings = VerlSettings(**yaml.safe_load(settings or "{}"))
+    dp_rank = ours.get_data_parallel_rank()
+    function = None if loss == "none" else loss_function(loss, aggregation)
+    with _per_token_when_padded(theirs, ours) if per_token else contextlib.nullcontext():
+        true, found = (
+            _run(e, batch(lengths, limits, dp_rank=dp_rank), function, forward_only=forward_only)
+            for e in (theirs, ours)
+        )
+    errors = {
+        f"gradient of {name}": _error(found["gradients"][name], gradient)
+        for name, gradient in true["gradients"].items()
+    }
+    reports = true["reports"]
+    true, found = true["output"], found["output"]
+    if true:
+        group = ours.get_data_parallel_group()
+        if function is not None:
+            losses = [sum(r["loss"]) for r in (true, found)]
+            means = torch.tensor(losses, dtype=torch.float64)
+            dist.all_reduce(means, group=group)
+            errors["loss"] = float((means[0] - means[1]).abs() / means[0].abs())
+        for key, values in true["model_output"].items():
+            mine = found["model_output"][key]
+            assert values.offsets().tolist() == mine.offsets().tolist()
+            # The last token predicts what verl's padding happens to hold; no loss reads it.
+            errors[key] = max(
+                _error(a[:-1], b[:-1]) for a, b in zip(mine, values, strict=True) if len(b) > 1
+            )
+        errors |= _metric_errors(reports, found["metrics"], group)
+    plan = ours.last_plan
+    return {
+        "errors": errors,
+        "counts": [r.num_micro_batches for r in plan.replicas],
+        "num_dummies": plan.num_dummies,
+        "num_moved": plan.num_moved,
+    }
+
+
+# What makes the choosing losses choose, and the ratios differ from 1, on 12 samples.
+POLICY_SETTINGS: dict[str, dict[str, Any]] = {
+    "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": -100.0, "clip_cov_ub": 100.0},
+    "kl_cov": {"kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0},
+    "dro": {"dro_beta": 0.5},
+    "bypass_mode": {"rollout_correction": {"loss_type": "reinforce", "rollout_is": "token"}},
+}
+
+
+def policy_loss(name: str, **settings: Any) -> Any:
+    """PPO with one of verl's policy losses, bound as verl's workers bind it."""
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    from verl.workers.config.actor import PolicyLossConfig
+
+    losses = importlib.import_module("verl.workers.utils.losses")
+    settings = {**POLICY_SETTINGS.get(name, {}), **settings}
+    if "rollout_correction" in settings:
+        correction = RolloutCorrectionConfig(**settings["rollout_correction"])
+        settings["rollout_correction"] = correction
+    config = dataclasses.replace(
+        actor_config(), policy_loss=PolicyLossConfig(loss_mode=name, **settings)
+    )
+    return partial(losses.ppo_loss, config=config)
+
+
+def policy_losses(*, limits: dict[str, Any], lengths: list[list[int]]) -> dict[str, Any]:
+    """Of every registered policy loss: how far cut gradients are from those of one micro-batch.
+
+    Returns:
+        Name -> error of the planned engine, error of verl's own under the same limits, and what
+        the planned engine warned of in two calls.
+    """
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    from megatron_batching.integrations.verl_settings import VerlSettings
+
+    theirs, ours = _engines({}, "language_model", False)
+    ours.settings = VerlSettings()
+    whole = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 10**6}
+    found = {}
+    for name in POLICY_LOSS_REGISTRY:
+        loss = policy_loss(name)
+        torch.manual_seed(0)
+        true = _run(theirs, batch(lengths, whole, dp_rank=0), loss, forward_only=False)
+        result: dict[str, Any] = {}
+        for key, engine in (("verl", theirs), ("planned", ours)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    cut = _run(engine, batch(lengths, limits, dp_rank=0), loss, forward_only=False)
+            result[key] = max(
+                _error(cut["gradients"][n], gradient) for n, gradient in true["gradients"].items()
+            )
+            said = [str(w.message) for w in caught]
+            result[f"{key} warned"] = [x for x in said if "how mini-batches are cut" in x]
+        found[name] = result
+    return found
+
+
+def _error(found: torch.Tensor, true: torch.Tensor) -> float:
+    return float((found - true).abs().max() / true.abs().max().clamp_min(1e-12))
+
+
+def _metric_errors(reports: Any, found: dict[str, Any], group: Any) -> dict[str, float]:
+    """Against what verl's losses reported: sums as verl adds them up, means over all tokens."""
+    from verl.utils.metric import AggregationType, Metric
+
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, reports, group=group)
+    flat = [report for of_replica in everyone for report in of_replica]
+    errors = {}
+    for name in dict.fromkeys(name for _, metrics in flat for name in metrics):
+        values = [metrics[name] for _, metrics in flat]
+        is_metric = isinstance(values[0], Metric)
+        numbers = [v.aggregate() if is_metric else v for v in values]
+        if is_metric and values[0].aggregation is AggregationType.SUM:
+            true = sum(numbers) / len(everyone)
+        else:
+            total = sum(tokens for tokens, _ in flat)
+            true = sum(t * x for (t, _), x in zip(flat, numbers, strict=True)) / total
+        mine = found[name].aggregate() if is_metric else found[name][0]
+        assert isinstance(found[name], Metric) == is_metric
+        errors[name] = abs(mine - true) / max(abs(true), 1e-3)
+    assert set(found) == set(errors)
+    return errors
+
+
+def beyond_verl(
+    *,
+    layout: dict[str, int],
+    limits: dict[str, Any],
+    lengths: list[list[int]],
+    overrides: dict[str, Any],
+) -> dict[str, Any]:
+    """A batch that verl cannot cut: its error, and ours against verl without limits."""
+    global _LAYOUT
+    _ENGINES.clear()
+    _LAYOUT = None
+    prepare()
+    theirs, ours = (
+        engine(vendor, layout, model_type="language_model", **overrides)
+        for vendor in ("nvidia", "megatron_batching")
+    )
+    loss, dp_rank = loss_function("sft"), ours.get_data_parallel_rank()
+
+    def run(engine: Any, limits: dict[str, Any]) -> dict[str, Any]:
+        return _run(engine, batch(lengths, limits, dp_rank=dp_rank), loss, forward_only=False)
+
+    refused = ""
+    try:
+        run(theirs, limits)
+    except (ValueError, AssertionError) as error:
+        refused = str(error)
+    found = run(ours, limits)
+    theirs.tf_config.microbatch_group_size_per_vp_stage = layout.get("pp", 1)
+    true = run(theirs, {"use_dynamic_bsz": True, "max_token_len_per_gpu": 10**6})
+    plan = ours.last_plan
+    return {
+        "refused": refused,
+        "errors": {
+            name: _error(found["gradients"][name], gradient)
+            for name, gradient in true["gradients"].items()
+        },
+        "counts": [r.num_micro_batches for r in plan.replicas],
+        "num_dummies": plan.num_dummies,
+        "group": plan.group,
+    }
