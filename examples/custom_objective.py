@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_batching.data import synthetic_mini_batch
 from megatron_batching.engine import PipelineEngine
 from megatron_batching.loss import CrossEntropy, TokenLogProbs
+from megatron_batching.loss.metrics import MetricKind
 from megatron_batching.megatron import ModelConfig, initialize, shut_down
 from megatron_batching.plan import BatchingOptions, Layout
 
@@ -26,7 +27,7 @@ class FocalLoss(CrossEntropy):
     gamma: float = 2.0
 
     @property
-    def metrics(self) -> Mapping[str, str]:
+    def metrics(self) -> Mapping[str, MetricKind]:
         """Reported beside the loss: the mean probability of the labels."""
         return {"probability": "token-mean"}
 

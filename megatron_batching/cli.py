@@ -397,7 +397,7 @@ def config(
     name: Annotated[str | None, typer.Argument(help="Which; all are listed if left out.")] = None,
 ) -> None:
     """Print a config that comes with the package, to write a file of your own from."""
-    from megatron_batching.plan.options import check_choice
+    from megatron_batching.schedules.files import check_choice
 
     if name is None:
         print("\n".join(config_names()))

@@ -22,7 +22,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ _WORDS = {
     type(None): "null",
 }
 _KINDS = {kind.__name__: kind for kind in (int, float, str, bool, dict)} | {"None": type(None)}
-_MOST = 2**53  # whole numbers up to here are exact in every JSON reader
+_MOST_EXACT = 2**53  # whole numbers up to here are exact in every JSON reader
 
 
 def write_whole(path: str | Path, write: Callable[[Path], Any]) -> Path:
@@ -244,6 +244,20 @@ def checked(name: str, value: Any, *kinds: type) -> Any:
     return value
 
 
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of `choices`.
+
+    >>> check_choice("packing", "loose", ("packed", "padded"))
+    Traceback (most recent call last):
+    ...
+    ValueError: packing='loose' is unknown: choose one of packed, padded
+    """
+    if value not in choices:
+        raise ValueError(
+            f"{name}={shortened(value)} is unknown: choose one of {', '.join(choices)}"
+        )
+
+
 def check_field_types(value: Any, prefix: str = "") -> None:
     """Raise ValueError unless each field of a dataclass is of a kind that its annotation names.
 
@@ -303,5 +317,5 @@ def _is_a(value: Any, kind: type) -> bool:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number and abs(value) <= 1e300 and math.isfinite(value)
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST_EXACT
     return isinstance(value, kind)

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .ops import Op, PipelineSchedule
-from .programs import Communication, CommunicationShape, Message, Post, programs
+from .programs import Communication, CommunicationShape, PipelineMessage, Post, programs
 from .simulate import FloatArray, ScheduleDeadlock, check_tokens, find_deadlock
 
 IntArray = npt.NDArray[np.intp]
@@ -224,10 +224,10 @@ class _GraphBuilder:
 
     def read(self, schedule: PipelineSchedule, shape: CommunicationShape) -> None:
         # A rank's clock is a node, or, after waits, a node and messages not yet folded into one.
-        posted: dict[Message, list[int]] = defaultdict(list)
-        waiting: list[tuple[int, list[Message]]] = []
+        posted: dict[PipelineMessage, list[int]] = defaultdict(list)
+        waiting: list[tuple[int, list[PipelineMessage]]] = []
         for rank, program in enumerate(programs(schedule, shape)):
-            clock, awaited = 0, list[Message]()
+            clock, awaited = 0, list[PipelineMessage]()
             for instruction in program:
                 if isinstance(instruction, Op):
                     stage = schedule.stage(instruction, rank)
@@ -254,7 +254,9 @@ class _GraphBuilder:
             for message in messages:
                 self.predecessors[node] |= arrivals[message]
 
-    def arrival(self, schedule: PipelineSchedule, message: Message, ends: set[int]) -> set[int]:
+    def arrival(
+        self, schedule: PipelineSchedule, message: PipelineMessage, ends: set[int]
+    ) -> set[int]:
         """The nodes whose latest is the message's arrival."""
         if not self.costs[message.part]:
             return ends

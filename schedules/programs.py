@@ -119,7 +119,7 @@ class CommunicationShape(NamedTuple):
     blocking: bool
 
 
-class Message(NamedTuple):
+class PipelineMessage(NamedTuple):
     """The input of one op on its way to the rank that runs it, or that input's shape."""
 
     part: Literal["tensor", "shape"]
@@ -136,8 +136,8 @@ class Message(NamedTuple):
 class Post(NamedTuple):
     """Start sends and receives, without waiting; (message, peer rank), in posting order."""
 
-    sends: tuple[tuple[Message, int], ...]
-    receives: tuple[tuple[Message, int], ...]
+    sends: tuple[tuple[PipelineMessage, int], ...]
+    receives: tuple[tuple[PipelineMessage, int], ...]
 
 
 class Wait(NamedTuple):
@@ -146,8 +146,8 @@ class Wait(NamedTuple):
     `is_forced` marks an exchange of shapes in a call that would not wait otherwise.
     """
 
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+    sends: tuple[PipelineMessage, ...]
+    receives: tuple[PipelineMessage, ...]
     is_forced: bool = False
 
 
@@ -186,35 +186,39 @@ class _Builder:
         self.is_first, self.is_last = rank == 0, rank == schedule.pp - 1
         self.program: list[Instruction] = []
 
-    def input_of(self, op: Op) -> Message | None:
+    def input_of(self, op: Op) -> PipelineMessage | None:
         """The message that an op needs; None when its input is made on this rank."""
         stage = self.schedule.stage(op, self.rank)
         if stage == (0 if op.kind == "F" else self.schedule.num_virtual_stages - 1):
             return None
-        return Message("tensor", op.kind, op.micro_batch, stage)
+        return PipelineMessage("tensor", op.kind, op.micro_batch, stage)
 
-    def output_of(self, op: Op) -> Message | None:
+    def output_of(self, op: Op) -> PipelineMessage | None:
         """The message that an op makes; None when nothing is sent."""
         stage = self.schedule.stage(op, self.rank) + (1 if op.kind == "F" else -1)
         if not 0 <= stage < self.schedule.num_virtual_stages:
             return None
-        return Message("tensor", op.kind, op.micro_batch, stage)
+        return PipelineMessage("tensor", op.kind, op.micro_batch, stage)
 
-    def post(self, sends: list[tuple[Message, int]], receives: list[tuple[Message, int]]) -> None:
+    def post(
+        self, sends: list[tuple[PipelineMessage, int]], receives: list[tuple[PipelineMessage, int]]
+    ) -> None:
         if sends or receives:
             self.program.append(Post(tuple(sends), tuple(receives)))
 
-    def wait(self, sends: list[Message], receives: list[Message], is_forced: bool = False) -> None:
+    def wait(
+        self, sends: list[PipelineMessage], receives: list[PipelineMessage], is_forced: bool = False
+    ) -> None:
         if sends or receives:
             self.program.append(Wait(tuple(sends), tuple(receives), is_forced))
 
     def call(
         self,
         *,
-        send_next: Message | None = None,
-        send_prev: Message | None = None,
-        recv_prev: Message | None = None,
-        recv_next: Message | None = None,
+        send_next: PipelineMessage | None = None,
+        send_prev: PipelineMessage | None = None,
+        recv_prev: PipelineMessage | None = None,
+        recv_next: PipelineMessage | None = None,
         wait: bool = True,
     ) -> None:
         """`P2PCommunicator._communicate`."""
@@ -299,8 +303,8 @@ class _Interleaved:
         self.warmup = schedule.num_warmup(builder.rank)
         self.received: dict[tuple[Kind, int], int] = defaultdict(int)
         # messages posted but not yet waited for: receives oldest first, the last send
-        self.receiving: dict[Kind, list[Message]] = {"F": [], "B": []}
-        self.sending: dict[Kind, Message | None] = {"F": None, "B": None}
+        self.receiving: dict[Kind, list[PipelineMessage]] = {"F": [], "B": []}
+        self.sending: dict[Kind, PipelineMessage | None] = {"F": None, "B": None}
 
     def build(self) -> None:
         b, shape = self.b, self.b.shape
@@ -361,13 +365,13 @@ class _Interleaved:
                 b.call(send_prev=b.output_of(op), recv_next=following)
         self.wait_for_send("B")
 
-    def expected(self, kind: Kind, chunk: int) -> Message:
+    def expected(self, kind: Kind, chunk: int) -> PipelineMessage:
         """The next message for a chunk: micro-batches of one chunk arrive in order."""
         micro_batch = self.received[kind, chunk]
         self.received[kind, chunk] += 1
-        return Message("tensor", kind, micro_batch, chunk * self.b.pp + self.b.rank)
+        return PipelineMessage("tensor", kind, micro_batch, chunk * self.b.pp + self.b.rank)
 
-    def following(self, k: int, kind: Kind) -> Message | None:
+    def following(self, k: int, kind: Kind) -> PipelineMessage | None:
         """What is received in the call after the k-th op (`recv_tensor_from_previous_stage`)."""
         if k == self.total - 1:
             return None
@@ -384,7 +388,7 @@ class _Interleaved:
             return None
         return self.expected(kind, ops[aligned].chunk + step)
 
-    def prefetching_step(self, k: int, op: Op, following: Message | None) -> None:
+    def prefetching_step(self, k: int, op: Op, following: PipelineMessage | None) -> None:
         """One op of the warm-up or cool-down under `overlap_p2p_comm_warmup_flush`."""
         leads = self.b.is_first if op.kind == "F" else self.b.is_last
         if k:
@@ -395,7 +399,11 @@ class _Interleaved:
         self.call_async(op.kind, self.b.output_of(op), following if leads else None)
 
     def call_async(
-        self, kind: Kind, send: Message | None, receive: Message | None, keep_send: bool = False
+        self,
+        kind: Kind,
+        send: PipelineMessage | None,
+        receive: PipelineMessage | None,
+        keep_send: bool = False,
     ) -> None:
         """Post, then wait for the send before this one."""
         if kind == "F":
@@ -428,8 +436,8 @@ def _check_pairing(ranks: tuple[Program, ...]) -> None:
     Between two ranks messages are paired by order alone. Both directions of a ring of two ranks
     meet in one channel, where Megatron's order of calls can differ at the two ends.
     """
-    sent: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
-    received: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
+    sent: dict[tuple[int, int, str], list[PipelineMessage]] = defaultdict(list)
+    received: dict[tuple[int, int, str], list[PipelineMessage]] = defaultdict(list)
     for rank, program in enumerate(ranks):
         for instruction in program:
             if isinstance(instruction, Post):

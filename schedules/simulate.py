@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from .programs import (
     Communication,
     CommunicationShape,
     Instruction,
-    Message,
+    PipelineMessage,
     Post,
     Program,
     Wait,
@@ -90,6 +90,10 @@ class StageTimes:
         )
 
 
+IdleCause = Literal["activation", "gradient", "shape", "send", "end"]
+Phase = Literal["warm-up", "steady", "cool-down"]
+
+
 class Idle(NamedTuple):
     """A stretch in which a rank stood still before its op number `before`.
 
@@ -100,13 +104,9 @@ class Idle(NamedTuple):
 
     pp_rank: int
     before: int
-    cause: str
+    cause: IdleCause
     start: float
     end: float
-
-
-CAUSES = ("activation", "gradient", "shape", "send", "end")
-PHASES = ("warm-up", "steady", "cool-down")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,7 +145,7 @@ class Simulation:
     @property
     def bubble_by_cause(self) -> dict[str, float]:
         """The bubble fraction, split by what ranks waited for (see `Idle`); sums to it."""
-        return self._shares(CAUSES, lambda stretch: stretch.cause)
+        return self._shares(get_args(IdleCause), lambda stretch: stretch.cause)
 
     @property
     def bubble_by_phase(self) -> dict[str, float]:
@@ -155,14 +155,14 @@ class Simulation:
         backwards after the last, and the wait of finished ranks for the others.
         """
 
-        def phase(stretch: Idle) -> str:
+        def phase(stretch: Idle) -> Phase:
             warmup = self.schedule.num_warmup(stretch.pp_rank)
             if stretch.before < warmup:
                 return "warm-up"
             cooldown = self.schedule.num_ops - (0 if self.schedule.forward_only else warmup)
             return "steady" if stretch.before < cooldown else "cool-down"
 
-        return self._shares(PHASES, phase)
+        return self._shares(get_args(Phase), phase)
 
     def _shares(self, names: Sequence[str], name_of: Callable[[Idle], str]) -> dict[str, float]:
         shares = dict.fromkeys(names, 0.0)
@@ -310,8 +310,8 @@ class _Run:
         self.exchange = communication.latency + communication.shape_latency
         self.clock = [0.0] * schedule.pp
         self.position = [0] * schedule.pp
-        self.sent: dict[Message, float] = {}
-        self.received: dict[Message, float] = {}
+        self.sent: dict[PipelineMessage, float] = {}
+        self.received: dict[PipelineMessage, float] = {}
         self.start: list[list[float]] = [[] for _ in range(schedule.pp)]
         self.end: list[list[float]] = [[] for _ in range(schedule.pp)]
         self.idle: list[Idle] = []
@@ -351,14 +351,14 @@ class _Run:
                 if message not in self.sent or message not in self.received:
                     return False
             for message in instruction.receives:
-                cause = "activation" if message.kind == "F" else "gradient"
+                cause: IdleCause = "activation" if message.kind == "F" else "gradient"
                 now = self.wait(rank, now, message, "shape" if instruction.is_forced else cause)
             for message in instruction.sends:
                 now = self.wait(rank, now, message, "shape" if instruction.is_forced else "send")
         self.clock[rank] = now
         return True
 
-    def wait(self, rank: int, now: float, message: Message, cause: str) -> float:
+    def wait(self, rank: int, now: float, message: PipelineMessage, cause: IdleCause) -> float:
         """The time at which a message has arrived, or now when that was earlier."""
         arrival = max(self.sent[message], self.received[message])
         arrival += self.exchange if message.part == "shape" else self.transfer[message.micro_batch]

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-from .files import checked, entry
+from .files import check_choice, checked, entry
 from .ops import Op
+
+Source = Literal["simulated", "measured"]
 
 FORMAT = "megatron-batching timeline 1"
 
@@ -73,12 +75,11 @@ class Timeline:
 
     events: tuple[Event, ...]
     title: str = ""
-    source: str = "simulated"
+    source: Source = "simulated"
     unit: str = "s"
 
     def __post_init__(self) -> None:
-        if self.source not in ("simulated", "measured"):
-            raise ValueError(f"source is {self.source!r}: it must be 'simulated' or 'measured'")
+        check_choice("source", self.source, get_args(Source))
 
     @property
     def rows(self) -> tuple[tuple[int, int], ...]:

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_batching.megatron.messages import SHAPES, Message
+from megatron_batching.megatron.messages import SHAPES, RecordedMessage
 from megatron_batching.schedules import Op, Timeline
-from megatron_batching.schedules.files import entry, write_text
+from megatron_batching.schedules.files import check_choice, entry, write_text
 
 _CAUSES = {
     "recv_prev": "activation",
@@ -33,7 +33,7 @@ class RankMessages:
 
     dp_rank: int
     pp_rank: int
-    messages: tuple[Message, ...]
+    messages: tuple[RecordedMessage, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,15 +116,14 @@ class Recording:
         )
 
 
-def _read_message(data: Any) -> Message:
+def _read_message(data: Any) -> RecordedMessage:
     direction, op = entry(data, "direction", str), entry(data, "op", str, type(None))
-    if direction not in _CAUSES:
-        raise ValueError(f"direction {direction!r} is not one of {', '.join(_CAUSES)}")
+    check_choice("direction", direction, tuple(_CAUSES))
     times = {key: entry(data, key, float) for key in ("posted_s", "wait_s", "end_s")}
-    return Message(direction=direction, op=op and Op.parse(op), **times)
+    return RecordedMessage(direction=direction, op=op and Op.parse(op), **times)
 
 
-def _waits(messages: Sequence[Message]) -> list[tuple[str, float, float]]:
+def _waits(messages: Sequence[RecordedMessage]) -> list[tuple[str, float, float]]:
     """(cause, start, end) of the stretches in which a rank waited, none twice."""
     waits: list[tuple[str, float, float]] = []
     clock = 0.0

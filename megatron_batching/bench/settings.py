@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from omegaconf import OmegaConf
 
-from megatron_batching.bench.sizes import check_model
+from megatron_batching.bench.schema import merge_into
+from megatron_batching.bench.sizes import check_synthetic_model
 from megatron_batching.bench.train_config import MOST_REPEATS, MOST_SEED
-from megatron_batching.megatron.config import ModelConfig, check_world_size
+from megatron_batching.megatron.config import Device, ModelConfig, check_world_size
 from megatron_batching.plan import BatchingOptions, Layout
-from megatron_batching.plan.layout import MOST, check_positive
+from megatron_batching.plan.layout import MOST_COUNT, check_positive
 from megatron_batching.plan.limits import check_size
-from megatron_batching.schedules.files import parsing
+from megatron_batching.schedules.files import check_choice, parsing
 
-COMPUTE = ("paced", "model")
+Compute = Literal["paced", "model"]
 LONGEST_WORK_S = 3600.0  # that a rank sleeps in a step
 # What is switched off in turn: then it is as the usual method (verl's) has it.
 FEATURES = ("count", "balance", "order", "shapes", "group")
@@ -38,7 +39,7 @@ class Trace:
     """Token cap of a micro-batch; longer samples are cut to it."""
 
     def __post_init__(self) -> None:
-        if not 2 <= self.max_tokens <= MOST:
+        if not 2 <= self.max_tokens <= MOST_COUNT:
             raise ValueError(
                 f"max_tokens={self.max_tokens} of {self.lengths} must be from 2 to 2^40"
             )
@@ -64,7 +65,7 @@ class Trace:
 class BenchConfig:
     """Everything that `bench` needs."""
 
-    compute: str = "paced"
+    compute: Compute = "paced"
     """paced: stages sleep for the time that the cost model gives; model: a GPT of Megatron-Core."""
     layouts: list[Layout] = field(default_factory=list)
     """Measured one after another; each must fill the processes that were started."""
@@ -94,7 +95,7 @@ class BenchConfig:
     FLOP of the model for model."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """model: shape and numerics of the GPT."""
-    device: str = "auto"
+    device: Device = "auto"
     """auto, cpu or cuda; paced always runs on the CPU."""
     allow_cpu_with_gpu: bool = False
     """Let the CPU be used although there is a GPU."""
@@ -104,21 +105,20 @@ class BenchConfig:
     """Where report, recordings and results go."""
 
     def __post_init__(self) -> None:
-        if self.compute not in COMPUTE:
-            raise ValueError(f"compute={self.compute!r} is unknown: choose {' or '.join(COMPUTE)}")
+        check_choice("compute", self.compute, get_args(Compute))
+        check_choice("device", self.device, get_args(Device))
         for name in ("layouts", "traces", "methods"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: give at least one")
         for method in self.methods:
-            if method not in METHODS:
-                raise ValueError(f"method {method!r} is unknown: choose among {', '.join(METHODS)}")
+            check_choice("method", method, METHODS)
         for name in ("samples_per_replica", "repeats", "align"):
             check_positive(name, getattr(self, name))
         if self.plain_micro_batch_size is not None:
             check_positive("plain_micro_batch_size", self.plain_micro_batch_size)
         if self.repeats > MOST_REPEATS:
             raise ValueError(f"repeats={self.repeats} must be at most {MOST_REPEATS}")
-        for name, most in (("work_s", LONGEST_WORK_S), ("length_scale", MOST)):
+        for name, most in (("work_s", LONGEST_WORK_S), ("length_scale", MOST_COUNT)):
             if not 0 < getattr(self, name) <= most:
                 raise ValueError(
                     f"{name}={getattr(self, name)} must be above 0 and at most {most:,}"
@@ -129,7 +129,7 @@ class BenchConfig:
     def check(self, world_size: int) -> None:
         """Raise ValueError unless every layout fills the processes, and every size can be run."""
         if self.compute == "model":
-            check_model(self.model)
+            check_synthetic_model(self.model)
         for layout in self.layouts:
             check_world_size(layout, world_size)
             for trace in self.traces:
@@ -155,13 +155,5 @@ def load_bench_config(
             raise ValueError(f"override {override!r} is not of the form key=value")
     given = {key: value for key, value in options.items() if value is not None}
     with parsing(f"config {path}"):
-        schema = OmegaConf.structured(BenchConfig)
-        OmegaConf.set_readonly(schema.model, False)  # frozen, and not to be merged into by 2.3
-        merged = OmegaConf.merge(
-            schema,
-            OmegaConf.load(path),
-            OmegaConf.from_dotlist(list(overrides)),
-            given,
-        )
-        config: Any = OmegaConf.to_object(merged)
-    return config
+        read = OmegaConf.load(path)
+        return merge_into(BenchConfig, read, OmegaConf.from_dotlist(list(overrides)), given)

@@ -29,7 +29,7 @@ GIB = 2**30
 
 def check_training(config: TrainConfig) -> None:
     """Raise ValueError for sizes that no run of `train` can have."""
-    check_model(config.model)
+    check_synthetic_model(config.model)
     samples, steps = config.data.samples_per_mini_batch, config.data.num_mini_batches
     if samples * steps > MOST_LENGTHS:
         raise ValueError(
@@ -38,7 +38,7 @@ def check_training(config: TrainConfig) -> None:
         )
 
 
-def check_model(model: ModelConfig) -> None:
+def check_synthetic_model(model: ModelConfig) -> None:
     """Raise ValueError for a GPT that can be built nowhere, or not run on synthetic tokens."""
     if model.num_layers > MOST_LAYERS:
         raise ValueError(

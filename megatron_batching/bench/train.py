@@ -39,7 +39,7 @@ from megatron_batching.megatron.config import (
 from megatron_batching.plan import CostModel, load_cost_model, read_lengths
 from megatron_batching.plan.cost_quality import cost_warning
 from megatron_batching.plan.items import gather_items
-from megatron_batching.plan.layout import MOST
+from megatron_batching.plan.layout import MOST_COUNT
 from megatron_batching.plan.limits import check_size
 from megatron_batching.schedules.draw import check_picture
 from megatron_batching.schedules.files import check_folder
@@ -75,7 +75,7 @@ def mini_batch_lengths(data: DataConfig) -> list[list[int]]:
         source = f"{source}:{needed}"
     read = np.resize(np.asarray(read_lengths(source)), needed)
     scaled = read * data.length_scale
-    if scaled.max() > MOST:
+    if scaled.max() > MOST_COUNT:
         raise ValueError(
             f"data.length_scale={data.length_scale} makes lengths of over 2^40 tokens: lower it"
         )

@@ -12,20 +12,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_batching.megatron.config import ModelConfig, OptimizerSettings, stages_of
+from megatron_batching.bench.schema import merge_into
+from megatron_batching.megatron.config import Device, ModelConfig, OptimizerSettings, stages_of
 from megatron_batching.plan import BatchingOptions, Layout
 from megatron_batching.plan.layout import check_positive
-from megatron_batching.schedules.files import check_field_types, parsing
+from megatron_batching.schedules.files import check_choice, check_field_types, parsing
 
 T = TypeVar("T")
 MOST_SEED = 2**31  # torch's generators take more, numpy's and Megatron's sums of seeds do not
 MOST_REPEATS = 1000
-LONGEST_S = 30 * 24 * 3600
+LONGEST_TIMEOUT_S = 30 * 24 * 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class DataConfig:
 class RunConfig:
     """Device, seed and what is written."""
 
-    device: str = "auto"
+    device: Device = "auto"
     """auto, cpu or cuda."""
     allow_cpu_with_gpu: bool = False
     """Let device=cpu leave an available GPU idle."""
@@ -74,11 +75,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_field_types(self, "run.")
+        check_choice("run.device", self.device, get_args(Device))
         if not 0 <= self.seed < MOST_SEED:
             raise ValueError(f"run.seed={self.seed} must be from 0 to {MOST_SEED - 1}")
-        if not 0 < self.timeout_s <= LONGEST_S:
+        if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
             raise ValueError(
-                f"run.timeout_s={self.timeout_s} must be above 0 and at most {LONGEST_S}, 30 days"
+                f"run.timeout_s={self.timeout_s} must be above 0 and at most {LONGEST_TIMEOUT_S}, "
+                "30 days"
             )
 
 
@@ -185,7 +188,7 @@ def _check_keys(section: Mapping[str, Any], cls: type, *, prefix: str) -> None:
 
 def _typed(cls: type[T], section: Mapping[str, Any]) -> T:
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), section))  # type: ignore
+        return merge_into(cls, section)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or getattr(error, "key", "")
         reason = str(error).splitlines()[0]

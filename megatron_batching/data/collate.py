@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ from torch import Tensor
 from megatron_batching.data.mini_batch import Sample, as_names, as_samples
 from megatron_batching.plan import aligned, batch_shape
 from megatron_batching.plan.layout import check_positive
-from megatron_batching.plan.options import check_choice
-from megatron_batching.schedules.files import checked, shortened
+from megatron_batching.plan.options import Packing
+from megatron_batching.schedules.files import check_choice, checked, shortened
 
 PAD_ID = 0
 
@@ -62,7 +63,7 @@ class Batch:
     loss_mask: Tensor
     position_ids: Tensor
     slots: tuple[tuple[int, int, int], ...]
-    packing: str
+    packing: Packing
     loss_weights: Tensor
     sequence_weights: Tensor
     is_token: Tensor
@@ -141,12 +142,12 @@ def _checked_shape(
     samples: Sequence[Sample],
     weights: Sequence[float],
     *,
-    packing: str,
+    packing: Packing,
     align: int,
     width: int | None,
 ) -> tuple[int, int]:
     """(rows, width) of a micro-batch; ValueError if the arguments of `collate` do not fit."""
-    check_choice("packing", packing, ("packed", "padded"))
+    check_choice("packing", packing, get_args(Packing))
     check_positive("align", align)
     rows, least = batch_shape([len(s) for s in samples], packing=packing, align=align)
     if width is None:
@@ -167,7 +168,7 @@ def _checked_shape(
 def collate(
     samples: Sequence[Sample],
     *,
-    packing: str,
+    packing: Packing,
     align: int = 1,
     device: torch.device | None = None,
     sequence_weights: Sequence[float] | None = None,
@@ -235,7 +236,9 @@ def collate(
     )
 
 
-def _slots(lengths: Sequence[int], *, packing: str, align: int) -> tuple[tuple[int, int, int], ...]:
+def _slots(
+    lengths: Sequence[int], *, packing: Packing, align: int
+) -> tuple[tuple[int, int, int], ...]:
     """(row, start, tokens) of each sample: packed behind one another, or a row each."""
     if packing != "packed":
         return tuple((row, 0, n) for row, n in enumerate(lengths))

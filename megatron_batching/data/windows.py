@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
 from megatron_batching.plan import balance_batch
 from megatron_batching.plan.items import check_lengths
 from megatron_batching.plan.layout import check_positive
-from megatron_batching.schedules.files import check_field_types
+from megatron_batching.schedules.files import check_choice, check_field_types
 
-REMAINDERS = ("error", "drop", "keep")
+Remainder = Literal["error", "drop", "keep"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class MiniBatchOptions:
     """A new order inside each replica's block in every epoch."""
     seed: int = 42
     """Of the shuffle; each replica adds its rank."""
-    remainder: str = "error"
+    remainder: Remainder = "error"
     """When samples do not fill the last mini-batch: `error`, `drop` them, or `keep` it small."""
     balance: bool = False
     """Even out tokens between the replicas inside every window before dealing out."""
@@ -53,8 +54,7 @@ class MiniBatchOptions:
             check_positive(name, getattr(self, name))
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must be at least 0")
-        if self.remainder not in REMAINDERS:
-            raise ValueError(f"remainder={self.remainder!r} is not one of {', '.join(REMAINDERS)}")
+        check_choice("remainder", self.remainder, get_args(Remainder))
 
     @property
     def samples_per_mini_batch(self) -> int:

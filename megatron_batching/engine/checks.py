@@ -6,7 +6,9 @@ stands between a user's settings and a loss that is silently wrong.
 
 from __future__ import annotations
 
-from megatron_batching.engine.registry import MODEL_TYPES
+from typing import Literal, get_args
+
+from megatron_batching.engine.registry import ModelType
 from megatron_batching.loss import CrossEntropy, Objective, ValueLoss, check_regime
 from megatron_batching.loss.metrics import check_kinds
 from megatron_batching.megatron.auxiliary import RouterShares
@@ -15,7 +17,9 @@ from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.options import check_balancing
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.plan import BatchingOptions
-from megatron_batching.schedules.files import shortened
+from megatron_batching.schedules.files import check_choice, shortened
+
+ExpertShares = Literal["micro_batch", "mini_batch"]
 
 _TYPES = {
     "model": (ModelConfig, PipelineModel),
@@ -33,14 +37,13 @@ def require_types(**arguments: object) -> None:
             raise ValueError(f"{name}={shortened(value)} must be a {wanted}")
 
 
-def choose_objective(model_type: str, objective: Objective | None) -> Objective:
+def choose_objective(model_type: ModelType, objective: Objective | None) -> Objective:
     """The objective of an engine: the one given, or its model type's usual one.
 
     >>> type(choose_objective("value_model", None)).__name__
     'ValueLoss'
     """
-    if model_type not in MODEL_TYPES:
-        raise ValueError(f"model_type={model_type!r} is not one of {', '.join(MODEL_TYPES)}")
+    check_choice("model_type", model_type, get_args(ModelType))
     is_critic = model_type == "value_model"
     if objective is None:
         return ValueLoss() if is_critic else CrossEntropy()
@@ -54,16 +57,18 @@ def choose_objective(model_type: str, objective: Objective | None) -> Objective:
     return objective
 
 
-def check_model(
-    model: PipelineModel, batching: BatchingOptions, objective: Objective, expert_shares: str
+def check_combination(
+    model: PipelineModel,
+    batching: BatchingOptions,
+    objective: Objective,
+    expert_shares: ExpertShares,
 ) -> None:
     """Raise ValueError unless the built model, the batching and the loss go together."""
     config, layout = model.config, model.placement.layout
     check_regime(config, model.chunks, dp=layout.dp, cp=layout.cp)
     if config.num_moe_experts:
         check_balancing(config)
-    if expert_shares not in ("micro_batch", "mini_batch"):
-        raise ValueError(f"expert_shares={expert_shares!r} is not one of micro_batch, mini_batch")
+    check_choice("expert_shares", expert_shares, get_args(ExpertShares))
     if expert_shares == "mini_batch":
         RouterShares(model)
     if config.mtp_num_layers is None:

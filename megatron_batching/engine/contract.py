@@ -13,7 +13,7 @@ import abc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,13 @@ import torch.distributed as dist
 from megatron_batching.data import MiniBatch, ShardedMiniBatch
 
 AnyMiniBatch = MiniBatch | ShardedMiniBatch
+Mode = Literal["train", "eval"]
 
 
 class Engine(abc.ABC):
     """One process's part of a model in training."""
 
-    mode: str | None = None
+    mode: Mode | None = None
     """"train" or "eval" inside `train_mode` and `eval_mode`, else None."""
 
     step_was_skipped: bool = False
@@ -57,7 +58,7 @@ class Engine(abc.ABC):
             yield
 
     @contextmanager
-    def _in_mode(self, mode: str) -> Iterator[None]:
+    def _in_mode(self, mode: Mode) -> Iterator[None]:
         before = self.mode, [m.training for m in self.modules()]
         self.mode = mode
         for module in self.modules():

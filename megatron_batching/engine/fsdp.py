@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from megatron_batching.data import Batch, ShardedMiniBatch, collate
 from megatron_batching.engine.checks import choose_objective, require_types
 from megatron_batching.engine.contract import AnyMiniBatch, Engine
+from megatron_batching.engine.registry import ModelType
 from megatron_batching.engine.report import StepReport
 from megatron_batching.engine.step_checks import (
     agree_on_step,
@@ -47,6 +48,7 @@ from megatron_batching.loss import (
     Objective,
     as_aggregation,
 )
+from megatron_batching.loss.aggregation import AggregationMode
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings, aligned_batching
 from megatron_batching.megatron.model import PipelineModel, build_model
 from megatron_batching.megatron.parallel import Placement
@@ -87,8 +89,8 @@ class FSDPEngine(Engine):
         optimizer: OptimizerSettings | None = None,
         seed: int = 0,
         objective: Objective | None = None,
-        aggregation: Aggregation | str = "token-mean",
-        model_type: str = "language_model",
+        aggregation: Aggregation | AggregationMode = "token-mean",
+        model_type: ModelType = "language_model",
     ) -> None:
         require_types(model=model, placement=placement, batching=batching)
         layout = placement.layout

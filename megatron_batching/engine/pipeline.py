@@ -24,12 +24,14 @@ from torch import Tensor
 from megatron_batching.data import ShardedMiniBatch, restore_order, send_home
 from megatron_batching.data.buckets import bucket_widths_of
 from megatron_batching.engine.checks import (
-    check_model,
+    ExpertShares,
+    check_combination,
     choose_objective,
     require_types,
 )
 from megatron_batching.engine.contract import AnyMiniBatch, Engine
 from megatron_batching.engine.costs import default_cost_model
+from megatron_batching.engine.registry import ModelType
 from megatron_batching.engine.report import StepReport, TokenOutputs
 from megatron_batching.engine.step import Collect, StepSettings, prepare_step, slowest
 from megatron_batching.engine.step_checks import check_plan, require_mini_batch
@@ -39,6 +41,7 @@ from megatron_batching.loss import (
     Objective,
     as_aggregation,
 )
+from megatron_batching.loss.aggregation import AggregationMode
 from megatron_batching.megatron.accumulation import Accumulation
 from megatron_batching.megatron.adopt import check_for_engine
 from megatron_batching.megatron.agreement import require_agreement
@@ -104,9 +107,9 @@ class PipelineEngine(Engine):
         check_shapes: bool = False,
         shape_buckets: int | None = None,
         objective: Objective | None = None,
-        aggregation: Aggregation | str = "token-mean",
-        expert_shares: str = "micro_batch",
-        model_type: str = "language_model",
+        aggregation: Aggregation | AggregationMode = "token-mean",
+        expert_shares: ExpertShares = "micro_batch",
+        model_type: ModelType = "language_model",
     ) -> None:
         require_types(model=model, placement=placement, batching=batching)
         require_types(infer_batching=infer_batching or batching)
@@ -158,7 +161,7 @@ class PipelineEngine(Engine):
         )
         check_for_engine(model, self.batching)
         with model.in_place():
-            check_model(model, self.batching, self.objective, self.expert_shares)
+            check_combination(model, self.batching, self.objective, self.expert_shares)
         given = self._given_model
         if not isinstance(optimizer, OptimizerSettings):
             optimizer = type(optimizer).__name__
@@ -368,7 +371,7 @@ class PipelineEngine(Engine):
         """Take plans of other options than the engine's, to compare ways of cutting."""
         before = self.batching
         self.batching = self._aligned(options)
-        check_model(self.model, self.batching, self.objective, self.expert_shares)
+        check_combination(self.model, self.batching, self.objective, self.expert_shares)
         try:
             yield
         finally:

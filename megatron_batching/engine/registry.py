@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 if TYPE_CHECKING:
     from megatron_batching.engine.contract import Engine
 
-MODEL_TYPES = ("language_model", "value_model")
+ModelType = Literal["language_model", "value_model"]
 DEVICES = ("cuda", "cpu")
 
 Key = tuple[str, str, str]
@@ -30,7 +30,7 @@ _BUILT_IN = {
 _engines: dict[Key, Any] = {
     (model_type, backend, device): path
     for backend, path in _BUILT_IN.items()
-    for model_type in MODEL_TYPES
+    for model_type in get_args(ModelType)
     for device in DEVICES
 }
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_batching.data import Batch, ShardedMiniBatch, collate
 from megatron_batching.data.buckets import bucketed_shapes
+from megatron_batching.engine.checks import ExpertShares
 from megatron_batching.engine.contract import AnyMiniBatch
 from megatron_batching.engine.report import StepReport
 from megatron_batching.engine.run import run_replica
@@ -51,7 +52,7 @@ class StepSettings:
     aggregation: Aggregation
     bucket_widths: tuple[int, ...]
     check_shapes: bool
-    expert_shares: str
+    expert_shares: ExpertShares
     messages: MessageLog | None
 
 

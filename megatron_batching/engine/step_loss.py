@@ -31,7 +31,7 @@ from megatron_batching.loss import (
     TokenLogProbs,
     token_log_probs,
 )
-from megatron_batching.loss.metrics import finish, join_rows, micro_batch_row
+from megatron_batching.loss.metrics import MetricKind, finish, join_rows, micro_batch_row
 from megatron_batching.megatron import auxiliary
 from megatron_batching.megatron.model import PipelineModel, data_parallel_group, unwrap
 
@@ -65,7 +65,7 @@ class StepLoss:
         return () if self.collect is not None else self.objective.fields
 
     @property
-    def kinds(self) -> dict[str, str]:
+    def kinds(self) -> dict[str, MetricKind]:
         """Name -> kind of every metric; the loss itself comes first."""
         return {"loss": "loss", **self.objective.metrics}
 

@@ -11,10 +11,12 @@ import difflib
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import get_args
 
 import yaml
 
-from megatron_batching.schedules.files import check_field_types, parsing
+from megatron_batching.plan.options import Balance, Method, Oversize
+from megatron_batching.schedules.files import check_choice, check_field_types, parsing
 
 VARIABLE = "MEGATRON_BATCHING_CONFIG"
 
@@ -26,14 +28,14 @@ class VerlSettings:
     >>> VerlSettings(balance="no")
     Traceback (most recent call last):
     ...
-    ValueError: balance='no' is not one of replicas, none
+    ValueError: balance='no' is unknown: choose one of replicas, none
     """
 
-    method: str = "search"
+    method: Method = "search"
     """`search` or `baseline`, see `BatchingOptions`."""
-    balance: str = "replicas"
+    balance: Balance = "replicas"
     """`replicas` moves samples between replicas for the step; `none` leaves them."""
-    oversize: str = "error"
+    oversize: Oversize = "error"
     """A sample over the cap: `error`, or `alone` in a micro-batch of its own."""
     group: int | None = None
     """Fix `microbatch_group_size_per_vp_stage`; by default each plan chooses."""
@@ -56,14 +58,11 @@ class VerlSettings:
     def __post_init__(self) -> None:
         # Choices first: `balance: off` is false in YAML, and the choices say more than "text" does.
         for name, choices in (
-            ("method", ("search", "baseline")),
-            ("balance", ("replicas", "none")),
-            ("oversize", ("error", "alone")),
+            ("method", Method),
+            ("balance", Balance),
+            ("oversize", Oversize),
         ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}"
-                )
+            check_choice(name, getattr(self, name), get_args(choices))
         check_field_types(self)
 
 

@@ -1,6 +1,11 @@
 """Losses that no cut of a mini-batch can change: aggregation, scaling, objectives, metrics."""
 
-from megatron_batching.loss.aggregation import MODES, Aggregation, Counts, as_aggregation
+from megatron_batching.loss.aggregation import (
+    MODES,
+    Aggregation,
+    Counts,
+    as_aggregation,
+)
 from megatron_batching.loss.log_probs import TokenLogProbs, token_log_probs
 from megatron_batching.loss.metrics import KINDS, Metrics, Total
 from megatron_batching.loss.objectives import (

@@ -22,16 +22,18 @@ The alternative, to aggregate each micro-batch and average the results, is a mea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from megatron_batching.schedules.files import check_field_types, shortened
+from megatron_batching.schedules.files import check_choice, check_field_types, shortened
 
-MODES = (
+AggregationMode = Literal[
     "token-mean",
     "token-sum",
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
-)
+]
+MODES = get_args(AggregationMode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +88,12 @@ class Aggregation:
     0.5
     """
 
-    mode: str = "token-mean"
+    mode: AggregationMode = "token-mean"
     norm: float | None = None
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        if self.mode not in MODES:
-            raise ValueError(f"aggregation mode {self.mode!r} is not one of {', '.join(MODES)}")
+        check_choice("aggregation mode", self.mode, MODES)
         if (self.norm is not None) != (self.mode == "seq-mean-token-sum-norm"):
             raise ValueError(
                 f"aggregation mode {self.mode} with norm={self.norm}: a norm belongs to "
@@ -123,6 +124,6 @@ class Aggregation:
         return [weight] * len(counts.tokens_per_sequence)
 
 
-def as_aggregation(mode: Aggregation | str) -> Aggregation:
+def as_aggregation(mode: Aggregation | AggregationMode) -> Aggregation:
     """An `Aggregation` from itself or from the name of a mode that needs no constant."""
     return mode if isinstance(mode, Aggregation) else Aggregation(mode=mode)

@@ -19,14 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_batching.loss.aggregation import Aggregation, Counts
+from megatron_batching.schedules.files import check_choice
 
-KINDS = ("loss", "sum", "token-mean", "sequence-mean", "min", "max")
+MetricKind = Literal["loss", "sum", "token-mean", "sequence-mean", "min", "max"]
+KINDS = get_args(MetricKind)
 _EXTREMES = ("min", "max")
 
 
@@ -91,7 +93,7 @@ class Metrics:
 
 
 def micro_batch_row(
-    kinds: Mapping[str, str],
+    kinds: Mapping[str, MetricKind],
     values: Mapping[str, Tensor],
     *,
     loss_mask: Tensor,
@@ -127,7 +129,9 @@ def micro_batch_row(
     return torch.stack(row) if row else loss_mask.new_zeros(0, dtype=torch.float64)
 
 
-def join_rows(kinds: Mapping[str, str], rows: Sequence[Tensor], device: Any = None) -> Tensor:
+def join_rows(
+    kinds: Mapping[str, MetricKind], rows: Sequence[Tensor], device: Any = None
+) -> Tensor:
     """The rows of several micro-batches as one, [k]; of none, the row that changes nothing.
 
     >>> kinds = {"tokens": "sum", "ratio": "max"}
@@ -143,7 +147,7 @@ def join_rows(kinds: Mapping[str, str], rows: Sequence[Tensor], device: Any = No
 
 
 def finish(
-    kinds: Mapping[str, str], row: Tensor, *, counts: Counts, aggregation: Aggregation
+    kinds: Mapping[str, MetricKind], row: Tensor, *, counts: Counts, aggregation: Aggregation
 ) -> Metrics:
     """Metrics of a mini-batch from the row of all its micro-batches on all ranks."""
     denominators = {
@@ -165,10 +169,7 @@ def finish(
     return Metrics(totals)
 
 
-def check_kinds(kinds: Mapping[str, str]) -> None:
+def check_kinds(kinds: Mapping[str, MetricKind]) -> None:
     """Raise ValueError unless every metric declares one of `KINDS`."""
     for name, kind in kinds.items():
-        if kind not in KINDS:
-            raise ValueError(
-                f"metric {name} aggregates as {kind!r}, which is not one of {', '.join(KINDS)}"
-            )
+        check_choice(f"aggregation of metric {name}", kind, KINDS)

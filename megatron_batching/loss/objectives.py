@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_batching.loss.log_probs import TokenLogProbs
-from megatron_batching.schedules.files import check_field_types
+from megatron_batching.loss.metrics import MetricKind
+from megatron_batching.schedules.files import check_choice, check_field_types
 
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before they are exponentiated."""
 
@@ -35,7 +36,7 @@ class Objective(Protocol):
         """Names of the per-token tensors that every sample must bring."""
 
     @property
-    def metrics(self) -> Mapping[str, str]:
+    def metrics(self) -> Mapping[str, MetricKind]:
         """Name -> kind (`megatron_batching.loss.metrics.KINDS`) of each reported value."""
 
     @property
@@ -83,7 +84,7 @@ class CrossEntropy:
         _check_temperature(self.temperature)
 
     @property
-    def metrics(self) -> Mapping[str, str]:
+    def metrics(self) -> Mapping[str, MetricKind]:
         """Loss alone, which the engine reports for every objective."""
         return {}
 
@@ -117,8 +118,8 @@ class PolicyLoss:
     """Weight of the entropy bonus."""
     kl_coefficient: float = 0.0
     """Weight of the KL penalty."""
-    kl: str = "k3"
-    """Estimator of the KL: one of `KL_ESTIMATORS`."""
+    kl: KLEstimator = "k3"
+    """Estimator of the KL, see `kl_estimate`."""
     temperature: float = 1.0
     """Divides the logits; that of the sampler."""
     reads_values: bool = field(default=False, init=False)
@@ -132,7 +133,7 @@ class PolicyLoss:
             raise ValueError(
                 f"dual_clip={self.dual_clip} must be above 1, or None to switch it off"
             )
-        _check_kl(self.kl)
+        check_choice("kl", self.kl, get_args(KLEstimator))
         _check_temperature(self.temperature)
 
     @property
@@ -147,9 +148,9 @@ class PolicyLoss:
         return self.entropy_coefficient != 0
 
     @property
-    def metrics(self) -> Mapping[str, str]:
+    def metrics(self) -> Mapping[str, MetricKind]:
         """Terms aggregate as the loss; shares of clipped tokens and divergences as token means."""
-        kinds = {
+        kinds: dict[str, MetricKind] = {
             "policy_loss": "loss",
             "clipped_fraction": "token-mean",
             "dual_clipped_fraction": "token-mean",
@@ -226,7 +227,7 @@ class ValueLoss:
         return ("returns",) if self.clip is None else ("returns", "old_values")
 
     @property
-    def metrics(self) -> Mapping[str, str]:
+    def metrics(self) -> Mapping[str, MetricKind]:
         """Means over tokens."""
         return {"value": "token-mean", "clipped_fraction": "token-mean"}
 
@@ -247,7 +248,7 @@ class ValueLoss:
         return 0.5 * loss, {"value": values.detach(), "clipped_fraction": is_clipped}
 
 
-def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) -> Tensor:
+def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: KLEstimator) -> Tensor:
     """Per-token estimate of KL(p, p_reference) from the log-probabilities of a drawn token.
 
     With d = log p - log p_reference (Schulman 2020, "Approximating KL divergence"):
@@ -260,7 +261,7 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) 
     >>> [round(kl_estimate(p, q, k).item(), 3) for k in ("k1", "k2", "k3", "abs")]
     [2.0, 2.0, 1.135, 2.0]
     """
-    _check_kl(estimator)
+    check_choice("estimator", estimator, get_args(KLEstimator))
     d = log_probs - reference_log_probs
     if estimator == "k1":
         return d
@@ -275,11 +276,6 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) 
 def _check_temperature(temperature: float) -> None:
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0; 1 leaves the logits alone")
-
-
-def _check_kl(estimator: str) -> None:
-    if estimator not in KL_ESTIMATORS:
-        raise ValueError(f"KL estimator {estimator!r} is not one of {', '.join(KL_ESTIMATORS)}")
 
 
 def _where(counted: Tensor, values: Tensor) -> Tensor:

@@ -10,24 +10,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import lcm
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from megatron_batching.megatron.environment import LaunchEnvironment
 from megatron_batching.plan import BatchingOptions, Layout
-from megatron_batching.plan.layout import MOST, check_positive
+from megatron_batching.plan.layout import MOST_COUNT, check_positive
 from megatron_batching.plan.stages import Stage, pipeline_stages
-from megatron_batching.schedules.files import check_field_types
+from megatron_batching.schedules.files import check_choice, check_field_types
 
-PRECISIONS = ("fp32", "bf16", "fp16")
-POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
-ROTARY = (
+Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["fp32", "bf16", "fp16"]
+PositionEmbedding = Literal["rope", "learned_absolute", "none"]
+LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
+ROTARY_OPTIONS = (
     "rotary_base",
     "rotary_percent",
     "rope_scaling",
     "rope_scaling_factor",
     "seq_len_interpolation_factor",
 )
-LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +46,9 @@ class ModelConfig:
     """Tokens in the vocabulary."""
     max_sequence_length: int = 65_536
     """Longest sequence, in tokens; bounds learned position embeddings."""
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     """fp32, bf16 or fp16: the dtype of weights and pipeline tensors."""
-    position_embedding: str = "rope"
+    position_embedding: PositionEmbedding = "rope"
     """rope, learned_absolute or none."""
     rotary_base: float = 10_000.0
     """Base period of rotary positions."""
@@ -73,22 +74,17 @@ class ModelConfig:
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
         for name in (*sizes, "max_sequence_length"):
             check_positive(f"model.{name}", getattr(self, name))
-        if self.precision not in PRECISIONS:
-            raise ValueError(
-                f"model.precision={self.precision!r} is not one of {', '.join(PRECISIONS)}"
-            )
+        check_choice("model.precision", self.precision, get_args(Precision))
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"model.hidden_size={self.hidden_size} does not divide by "
                 f"model.num_attention_heads={self.num_attention_heads}; change one of them"
             )
-        if self.position_embedding not in POSITION_EMBEDDINGS:
-            raise ValueError(
-                f"model.position_embedding={self.position_embedding!r} is not one of "
-                + ", ".join(POSITION_EMBEDDINGS)
-            )
+        check_choice(
+            "model.position_embedding", self.position_embedding, get_args(PositionEmbedding)
+        )
         defaults = {f.name: f.default for f in fields(self)}
-        for name in ROTARY:
+        for name in ROTARY_OPTIONS:
             if self.position_embedding != "rope" and getattr(self, name) != defaults[name]:
                 raise ValueError(
                     f"model.{name}={getattr(self, name)} has no effect with "
@@ -111,7 +107,7 @@ class OptimizerSettings:
     """Mini-batches over which the rate rises from 0."""
     lr_decay_steps: int | None = None
     """Mini-batches, warm-up included, after which the rate is min_lr; needed to decay."""
-    lr_decay_style: str = "constant"
+    lr_decay_style: LRDecayStyle = "constant"
     """constant, linear, cosine or inverse-square-root."""
     min_lr: float = 0.0
     """Rate at the end of the decay."""
@@ -147,13 +143,9 @@ class OptimizerSettings:
                 )
         for name in ("lr_warmup_steps", "lr_decay_steps"):
             steps = getattr(self, name)
-            if steps is not None and not 0 <= steps <= MOST:
+            if steps is not None and not 0 <= steps <= MOST_COUNT:
                 raise ValueError(f"optimizer.{name}={steps} must be from 0 to 2^40")
-        if self.lr_decay_style not in LR_DECAY_STYLES:
-            raise ValueError(
-                f"optimizer.lr_decay_style={self.lr_decay_style!r} is not one of "
-                + ", ".join(LR_DECAY_STYLES)
-            )
+        check_choice("optimizer.lr_decay_style", self.lr_decay_style, get_args(LRDecayStyle))
         if self.lr_decay_style != "constant" and self.lr_decay_steps is None:
             raise ValueError(
                 f"optimizer.lr_decay_style={self.lr_decay_style} needs optimizer.lr_decay_steps"

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_batching.megatron.config import ModelConfig
+from megatron_batching.megatron.config import ModelConfig, Precision
 from megatron_batching.megatron.model import DTYPES, PipelineModel, build_model
 from megatron_batching.megatron.parallel import Placement
 
@@ -54,7 +54,7 @@ def load_hugging_face(
     folder: str | Path,
     placement: Placement,
     *,
-    precision: str = "bf16",
+    precision: Precision = "bf16",
     transformer: Mapping[str, Any] | None = None,
     ddp: Mapping[str, Any] | None = None,
 ) -> PipelineModel:
@@ -133,7 +133,7 @@ def save_hugging_face(
 def model_config(
     folder: str | Path,
     *,
-    precision: str = "bf16",
+    precision: Precision = "bf16",
     transformer: Mapping[str, Any] | None = None,
     ddp: Mapping[str, Any] | None = None,
 ) -> ModelConfig:

@@ -7,16 +7,18 @@ here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from megatron_batching.schedules import Op
 
 # Receives before sends: a rank that waits for both wants the tensor that it receives.
-DIRECTIONS = ("recv_prev", "recv_next", "send_next", "send_prev")
-SHAPES = "shapes"
+Direction = Literal["recv_prev", "recv_next", "send_next", "send_prev"]
+DIRECTIONS = get_args(Direction)
+SHAPES: Literal["shapes"] = "shapes"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class RecordedMessage:
     """One tensor on its way, as this rank saw it; times in seconds since its step began.
 
     Attributes:
@@ -27,7 +29,7 @@ class Message:
         end_s: when the wait was over.
     """
 
-    direction: str
+    direction: Direction | Literal["shapes"]
     op: Op | None
     posted_s: float
     wait_s: float
@@ -44,4 +46,4 @@ class StepMessages:
     """
 
     start_s: float
-    messages: tuple[Message, ...]
+    messages: tuple[RecordedMessage, ...]

@@ -25,7 +25,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_batching.megatron.config import ROTARY, ModelConfig, stages_of
+from megatron_batching.megatron.config import ROTARY_OPTIONS, ModelConfig, stages_of
 from megatron_batching.megatron.embedding_group import embedding_group
 from megatron_batching.megatron.experts import (
     check_experts,
@@ -144,7 +144,7 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def check_model(model: ModelConfig, layout: Layout) -> None:
+def check_buildable(model: ModelConfig, layout: Layout) -> None:
     """Raise ValueError unless Megatron can build the model in this layout."""
     stages = stages_of(model, layout)
     if model.position_embedding == "learned_absolute" and any(
@@ -160,7 +160,7 @@ def check_model(model: ModelConfig, layout: Layout) -> None:
             f"tp={layout.tp}; change one of them"
         )
     check_vocabulary("model.vocab_size", model.vocab_size, layout)
-    check_fields("model.transformer", model.transformer, config_class(model.transformer))
+    check_megatron_fields("model.transformer", model.transformer, config_class(model.transformer))
     pipelined_mtp = model.transformer.get("mtp_num_layers") and layout.pp > 1
     if pipelined_mtp and model.position_embedding == "learned_absolute":
         raise ValueError(
@@ -168,7 +168,7 @@ def check_model(model: ModelConfig, layout: Layout) -> None:
             f"pp={layout.pp}: Megatron does not add up the positions' gradients of the first and "
             "the last stage; use rope"
         )
-    check_fields("model.ddp", model.ddp, DistributedDataParallelConfig)
+    check_megatron_fields("model.ddp", model.ddp, DistributedDataParallelConfig)
     check_experts(model.transformer, layout)
 
 
@@ -181,7 +181,7 @@ def check_vocabulary(name: str, vocab_size: int, layout: Layout) -> None:
         )
 
 
-def check_fields(section: str, values: Mapping[str, Any], cls: Any) -> None:
+def check_megatron_fields(section: str, values: Mapping[str, Any], cls: Any) -> None:
     """Raise ValueError unless every key is a field of one of Megatron-Core's dataclasses."""
     for name in values:
         if name not in cls.__dataclass_fields__:
@@ -212,7 +212,7 @@ def build_model(
         ValueError: the model cannot be split like that.
     """
     layout = placement.layout
-    check_model(model, layout)
+    check_buildable(model, layout)
     if value_head and model.tie_embeddings:
         raise ValueError(
             "model.tie_embeddings=true, but a value model has no vocabulary to tie; set it to false"
@@ -280,7 +280,7 @@ def _gpt(
         pre_process=placement.pp_rank == 0 and chunk == 0,
         post_process=placement.is_last_stage and chunk == layout.vpp - 1,
         position_embedding_type=model.position_embedding,
-        **{name: getattr(model, name) for name in ROTARY},
+        **{name: getattr(model, name) for name in ROTARY_OPTIONS},
         share_embeddings_and_output_weights=model.tie_embeddings,
         pg_collection=groups,
         vp_stage=vp_stage,

@@ -15,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_batching.megatron.config import OptimizerSettings
-from megatron_batching.megatron.model import PipelineModel, check_fields
+from megatron_batching.megatron.model import PipelineModel, check_megatron_fields
 
 
 def take_optimizer(
@@ -98,7 +98,7 @@ def build_optimizer(settings: OptimizerSettings, model: PipelineModel) -> Any:
     Raises:
         ValueError: `settings.megatron` names no field of OptimizerConfig.
     """
-    check_fields("optimizer.megatron", settings.megatron, OptimizerConfig)
+    check_megatron_fields("optimizer.megatron", settings.megatron, OptimizerConfig)
     ddp = model.chunks[0].ddp_config
     values = dict(
         optimizer="adam",

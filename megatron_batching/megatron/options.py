@@ -21,6 +21,8 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_batching.schedules.files import check_choice
+
 # Fields that follow from other settings: pattern -> where from, or where to set them instead.
 OWNED = {
     "num_layers": "set model.num_layers",
@@ -240,18 +242,11 @@ def from_names(options: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(options)
     name = options.get("activation_func")
     if isinstance(name, str):
-        if name not in _ACTIVATIONS:
-            raise ValueError(
-                f"model.transformer.activation_func={name} is not one of {', '.join(_ACTIVATIONS)}"
-            )
+        check_choice("model.transformer.activation_func", name, tuple(_ACTIVATIONS))
         result["activation_func"] = _ACTIVATIONS[name]
     backend = options.get("attention_backend")
     if isinstance(backend, str):
-        known = [b.name for b in AttnBackend]
-        if backend not in known:
-            raise ValueError(
-                f"model.transformer.attention_backend={backend} is not one of {', '.join(known)}"
-            )
+        check_choice("model.transformer.attention_backend", backend, [b.name for b in AttnBackend])
         result["attention_backend"] = AttnBackend[backend]
     for key in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
         name = options.get(key)

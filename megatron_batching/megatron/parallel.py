@@ -7,6 +7,7 @@ process group exists, so that all ranks raise the same error and none is left wa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_batching.megatron import cpu
 from megatron_batching.megatron.agreement import require_agreement
-from megatron_batching.megatron.config import check_world_size
+from megatron_batching.megatron.config import Device, check_world_size
 from megatron_batching.megatron.environment import LaunchEnvironment
 from megatron_batching.megatron.world import WORLD, check_timeout, process_groups
 from megatron_batching.plan import Layout
-
-DEVICES = ("auto", "cpu", "cuda")
+from megatron_batching.schedules.files import check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Placement:
 def initialize(
     layout: Layout,
     *,
-    device: str = "auto",
+    device: Device = "auto",
     allow_cpu_with_gpu: bool = False,
     seed: int = 0,
     timeout_s: float = 600.0,
@@ -165,10 +165,9 @@ def shut_down() -> None:
 
 
 def _choose_device(
-    device: str, allow_cpu_with_gpu: bool, environment: LaunchEnvironment
+    device: Device, allow_cpu_with_gpu: bool, environment: LaunchEnvironment
 ) -> torch.device:
-    if device not in DEVICES:
-        raise ValueError(f"device={device!r} is not one of {', '.join(DEVICES)}")
+    check_choice("device", device, get_args(Device))
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise ValueError(

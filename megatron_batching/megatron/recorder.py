@@ -19,12 +19,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import p2p_communication
 
-from megatron_batching.megatron.messages import DIRECTIONS, SHAPES, Message, StepMessages
+from megatron_batching.megatron.messages import (
+    DIRECTIONS,
+    SHAPES,
+    Direction,
+    RecordedMessage,
+    StepMessages,
+)
 from megatron_batching.megatron.p2p import planned_transfers
 from megatron_batching.plan import MicroBatch
 from megatron_batching.schedules import Event, PipelineSchedule
@@ -148,7 +154,7 @@ class StepRecorder:
 
 
 class _Reading(NamedTuple):
-    direction: str
+    direction: Direction | Literal["shapes"]
     posted: Any
     wait: Any
     end: Any
@@ -211,7 +217,12 @@ class MessageLog:
         return watched
 
     def _watch_batched(self, post: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        order = ("send_prev", "recv_prev", "send_next", "recv_next")  # in which Megatron posts
+        order: tuple[Direction, ...] = (
+            "send_prev",
+            "recv_prev",
+            "send_next",
+            "recv_next",
+        )  # in which Megatron posts
 
         def watched(**kwargs: Any) -> list[Any]:
             posted, requests = self.now(), post(**kwargs)
@@ -236,7 +247,7 @@ class MessageLog:
 
         return watched
 
-    def _note(self, direction: str, posted: Any, request: Any) -> _Request:
+    def _note(self, direction: Direction, posted: Any, request: Any) -> _Request:
         self.readings.append(_Reading(direction, posted, posted, posted))
         return _Request(self, len(self.readings) - 1, request)
 
@@ -247,7 +258,7 @@ class MessageLog:
         no_shapes = [(0, 0, 0)] * schedule.num_micro_batches
         transfers = planned_transfers(schedule, pp_rank, no_shapes)._asdict()
         messages = [
-            Message(
+            RecordedMessage(
                 direction=r.direction,
                 op=None if r.direction == SHAPES else transfers[r.direction].popleft().op,
                 posted_s=recorder.seconds(origin, r.posted),

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from megatron_batching.plan.layout import MOST, Layout
-from megatron_batching.plan.options import BatchingOptions
+from megatron_batching.plan.layout import MOST_COUNT, Layout
+from megatron_batching.plan.options import BatchingOptions, Packing
 from megatron_batching.schedules.files import one_line, shortened
 
 
@@ -85,7 +85,7 @@ def check_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     if len(wrong):
         row = int(wrong[0])
         raise ValueError(f"sample {row} has length {values[row]}: a sample needs at least 1 token")
-    if values.max() > MOST:
+    if values.max() > MOST_COUNT:
         row = int(values.argmax())
         raise ValueError(f"sample {row} has length {values[row]}: no sample has over 2^40 tokens")
     return values.astype(np.int64)
@@ -178,7 +178,7 @@ def group_rows(
     return tuple(tuple(rows) for rows in rows_of.values())
 
 
-def alone_tokens(items: Items, packing: str) -> np.ndarray:
+def alone_tokens(items: Items, packing: Packing) -> np.ndarray:
     """[I] tokens of a micro-batch that holds one item."""
     return items.tokens if packing == "packed" else items.rows * items.longest
 

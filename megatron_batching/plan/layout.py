@@ -15,14 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-MOST = 2**40  # of any count or length; the sum of a million of them still fits 64 bits
+MOST_COUNT = 2**40  # of any count or length; the sum of a million of them still fits 64 bits
 
 
 def check_positive(name: str, value: object, unit: str = "") -> None:
     """Raise ValueError unless `value` is an int of at least 1 that arrays can hold."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}={value!r} must be a whole number of at least 1{unit}")
-    if value > MOST:
+    if value > MOST_COUNT:
         raise ValueError(f"{name}={value} must be at most 2^40{unit}")
 
 

@@ -26,7 +26,7 @@ from typing import TextIO
 
 import numpy as np
 
-from megatron_batching.plan.layout import MOST, check_positive
+from megatron_batching.plan.layout import MOST_COUNT, check_positive
 from megatron_batching.schedules.files import one_line, shortened, why_unreadable
 
 PROBABILITIES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99,
@@ -206,7 +206,7 @@ def _length(row: list[str], columns: tuple[int, ...], name: str, number: int) ->
             ) from None
         if values[-1] < 0:
             raise ValueError(f"{name} line {number}: length {values[-1]} must be at least 1")
-        if values[-1] > MOST:
+        if values[-1] > MOST_COUNT:
             raise ValueError(f"{name} line {number}: length {shortened(values[-1])} is over 2^40")
     if sum(values) < 1:
         raise ValueError(f"{name} line {number}: length {sum(values)} must be at least 1")

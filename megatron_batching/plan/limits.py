@@ -8,7 +8,7 @@ many ends at once, with its reason, and not in hours of silence.
 
 from __future__ import annotations
 
-from megatron_batching.plan.layout import MOST, Layout
+from megatron_batching.plan.layout import MOST_COUNT, Layout
 from megatron_batching.plan.options import BatchingOptions
 
 MOST_SAMPLES = 2**20  # of a mini-batch
@@ -44,7 +44,7 @@ them a layer or more; lower pp or vpp
             f"dp={layout.dp} is over the {MOST_REPLICAS:,} replicas that can be planned for: lower "
             "dp"
         )
-    if options.alignment(layout) > MOST:
+    if options.alignment(layout) > MOST_COUNT:
         raise ValueError(
             f"align={options.align} with cp={layout.cp} pads samples to a multiple of "
             f"{options.alignment(layout)}: at most 2^40; lower them"

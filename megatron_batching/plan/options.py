@@ -9,19 +9,17 @@ the number which of the two was meant, is wrong by a factor of cp without anyone
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
+from typing import Any, Literal, get_args
 
 from megatron_batching.plan.layout import Layout, check_positive
-from megatron_batching.schedules.files import shortened
+from megatron_batching.schedules.files import check_choice, shortened
 
-
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}")
+Packing = Literal["packed", "padded"]
+Oversize = Literal["error", "alone"]
+Balance = Literal["replicas", "none"]
+Method = Literal["search", "baseline"]
 
 
 def as_groups(groups: Any) -> int | tuple[int, ...] | None:
@@ -62,16 +60,16 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
     """The same cap per GPU of the context-parallel group: the cap above is `cp` times this."""
     micro_batch_size: int | None = None
     """Fixed batching: the most samples in one micro-batch."""
-    packing: str = "packed"
+    packing: Packing = "packed"
     """`packed` (a micro-batch costs the sum of its samples) or `padded` (rows x the longest)."""
     align: int = 1
     """Each sample is padded to a multiple of this (tp with sequence parallelism, fp8). With
     cp > 1 a multiple of 2 cp is needed too, and taken without asking."""
-    oversize: str = "error"
+    oversize: Oversize = "error"
     """A sample over the cap: `error`, or `alone` in a micro-batch of its own, reported."""
     sample_groups: int | tuple[int, ...] | None = None
     """n: each n consecutive samples share a micro-batch; or one group id for each sample."""
-    balance: str = "replicas"
+    balance: Balance = "replicas"
     """`replicas` moves samples between replicas; `none` leaves each with its owner."""
     min_num_micro_batches: int | None = None
     """Fewest micro-batches of a replica, dummies included."""
@@ -79,7 +77,7 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
     """Most micro-batches of a replica, dummies included."""
     same_count: bool = False
     """Every replica gets the same number of micro-batches; those that share experts do anyway."""
-    method: str = "search"
+    method: Method = "search"
     """`search`, or `baseline`: what other systems do, made legal."""
     search_budget: int | None = None
     """Most candidate plans of one replica to simulate; None chooses by the size of the job."""
@@ -101,10 +99,10 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
         check_positive("align", self.align)
-        check_choice("packing", self.packing, ("packed", "padded"))
-        check_choice("oversize", self.oversize, ("error", "alone"))
-        check_choice("balance", self.balance, ("replicas", "none"))
-        check_choice("method", self.method, ("search", "baseline"))
+        check_choice("packing", self.packing, get_args(Packing))
+        check_choice("oversize", self.oversize, get_args(Oversize))
+        check_choice("balance", self.balance, get_args(Balance))
+        check_choice("method", self.method, get_args(Method))
         for name in ("same_count", "forward_only"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")

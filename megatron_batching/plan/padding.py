@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_batching.plan.options import Packing
+
 
 def aligned(length: int, align: int) -> int:
     """The least multiple of `align` that holds `length` tokens.
@@ -21,7 +23,7 @@ def aligned(length: int, align: int) -> int:
     return -(-length // align) * align
 
 
-def padded_lengths(lengths: Sequence[int], *, packing: str, align: int) -> list[int]:
+def padded_lengths(lengths: Sequence[int], *, packing: Packing, align: int) -> list[int]:
     """Tokens that each sample of one micro-batch takes up, in order; of a dummy, [align].
 
     Args:
@@ -38,7 +40,7 @@ def padded_lengths(lengths: Sequence[int], *, packing: str, align: int) -> list[
     return padded if packing == "packed" else [max(padded)] * len(padded)
 
 
-def batch_shape(lengths: Sequence[int], *, packing: str, align: int) -> tuple[int, int]:
+def batch_shape(lengths: Sequence[int], *, packing: Packing, align: int) -> tuple[int, int]:
     """(rows, width) of the tensors of a micro-batch; a dummy has no lengths and is [1, align].
 
     >>> batch_shape([5, 3], packing="packed", align=4)

@@ -21,7 +21,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 import numpy as np
 
 MOST_NODES = 20_000  # placements that exact_fit tries
-FEW = 16  # entries that are inserted one by one rather than sorted in
+FEW_ADDED = 16  # entries that are inserted one by one rather than sorted in
 
 
 def descending(values: np.ndarray) -> np.ndarray:
@@ -168,7 +168,7 @@ def karmarkar_karp(costs: np.ndarray, num_bins: int) -> np.ndarray:
             added_nodes += range(num_nodes, num_nodes + overlap)
             num_nodes += overlap
             del sums[:overlap], nodes[:overlap]
-        if len(added) <= FEW:
+        if len(added) <= FEW_ADDED:
             for total, node in zip(added, added_nodes, strict=True):
                 at = bisect_left(sums, total)
                 sums.insert(at, total)

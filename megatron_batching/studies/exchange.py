@@ -31,6 +31,7 @@ from megatron_batching.plan import (
     read_lengths,
     verl_cost_model,
 )
+from megatron_batching.plan.options import Balance
 
 TRACES = {"@azure_code": 16_384, "@azure_conv": 16_384, "@deepseek_r1": 49_152}
 # Per token: ids and position ids in int64, two masks, four floats of the loss.
@@ -58,7 +59,7 @@ def _measure(name: str, cap: int, options: argparse.Namespace) -> dict[str, Any]
     holdings = Holdings(counts=(options.samples,) * dp, rank=rank)
     layout = Layout(pp=options.pp, vpp=options.vpp, dp=dp)
 
-    def plan(balance: str) -> MicroBatchPlan:
+    def plan(balance: Balance) -> MicroBatchPlan:
         batching = BatchingOptions(max_tokens_per_micro_batch=cap, balance=balance)
         model = verl_cost_model(layout)
         return plan_mini_batch(lengths, layout, batching, model, owners=holdings.owners)

@@ -28,6 +28,7 @@ from megatron_batching.bench.machine import machine
 from megatron_batching.data import MiniBatch, synthetic_mini_batch
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.megatron.config import (
+    Device,
     ModelConfig,
     OptimizerSettings,
     world_size_from_environment,
@@ -80,7 +81,7 @@ class Bench(NamedTuple):
 
     model: ModelConfig
     mini_batch: MiniBatch
-    device: str
+    device: Device
 
     def engine(
         self,

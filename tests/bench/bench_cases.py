@@ -28,7 +28,7 @@ from megatron_batching.bench.train_config import load_config
 from megatron_batching.configs import find_config
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.megatron.config import ModelConfig
-from megatron_batching.megatron.messages import Message, StepMessages
+from megatron_batching.megatron.messages import RecordedMessage, StepMessages
 from megatron_batching.megatron.parallel import initialize
 from megatron_batching.plan import CostModel, Layout, read_lengths
 
@@ -120,7 +120,9 @@ def calibrate(output: str, slower: float = 1.0) -> str:
         events.sort(key=lambda event: event.start_s)
         ends = [0.0, *(event.end_s for event in events)]
         waits = tuple(
-            Message(direction="recv_prev", op=e.op, posted_s=end, wait_s=end, end_s=e.start_s)
+            RecordedMessage(
+                direction="recv_prev", op=e.op, posted_s=end, wait_s=end, end_s=e.start_s
+            )
             for end, e in zip(ends, events, strict=False)
         )
         factor = slower if method.name == "held out" else 1.0

@@ -31,7 +31,7 @@ from megatron_batching.bench.simulate import (
 )
 from megatron_batching.cli import main
 from megatron_batching.configs import find_config
-from megatron_batching.megatron.messages import Message
+from megatron_batching.megatron.messages import RecordedMessage
 from megatron_batching.plan import (
     BatchingOptions,
     CostModel,
@@ -133,7 +133,9 @@ def _idle(recording: Recording) -> tuple[RankMessages, ...]:
         events.sort(key=lambda event: event.start_s)
         ends = [0.0, *(event.end_s for event in events)]
         messages = tuple(
-            Message(direction="recv_prev", op=e.op, posted_s=end, wait_s=end, end_s=e.start_s)
+            RecordedMessage(
+                direction="recv_prev", op=e.op, posted_s=end, wait_s=end, end_s=e.start_s
+            )
             for end, e in zip(ends, events, strict=False)
         )
         ranks.append(RankMessages(dp_rank=dp_rank, pp_rank=pp_rank, messages=messages))
@@ -192,11 +194,15 @@ def test_bubble_by_cause() -> None:
         Event(pp_rank=1, op=Op("F", 0, 0), start_s=0.0, end_s=10.0),
     )
     messages = (
-        Message(direction="shapes", op=None, posted_s=0.5, wait_s=0.5, end_s=2.5),
+        RecordedMessage(direction="shapes", op=None, posted_s=0.5, wait_s=0.5, end_s=2.5),
         # Overlaps the exchange: the second 2 to 2.5 must not count twice.
-        Message(direction="recv_prev", op=Op("F", 0, 0), posted_s=0.1, wait_s=2.0, end_s=3.5),
+        RecordedMessage(
+            direction="recv_prev", op=Op("F", 0, 0), posted_s=0.1, wait_s=2.0, end_s=3.5
+        ),
         # Inside an op: no bubble.
-        Message(direction="send_next", op=Op("F", 0, 0), posted_s=5.0, wait_s=5.2, end_s=6.0),
+        RecordedMessage(
+            direction="send_next", op=Op("F", 0, 0), posted_s=5.0, wait_s=5.2, end_s=6.0
+        ),
     )
     recording = Recording(
         timeline=Timeline(events=events, source="measured"),

@@ -113,8 +113,8 @@ def test_a_mini_batch_that_cannot_be_planned_is_reported() -> None:
 
 def test_a_vocabulary_that_tensor_parallel_ranks_cannot_share_is_refused() -> None:
     from megatron_batching.megatron.config import ModelConfig
-    from megatron_batching.megatron.model import check_model
+    from megatron_batching.megatron.model import check_buildable
 
-    check_model(ModelConfig(vocab_size=66), Layout(tp=2))
+    check_buildable(ModelConfig(vocab_size=66), Layout(tp=2))
     with pytest.raises(ValueError, match=r"vocab_size=65 does not divide by tp=2.* use 66 entries"):
-        check_model(ModelConfig(vocab_size=65), Layout(tp=2))
+        check_buildable(ModelConfig(vocab_size=65), Layout(tp=2))

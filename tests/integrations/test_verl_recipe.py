@@ -74,7 +74,7 @@ def test_settings_file_states_the_defaults(monkeypatch: Any) -> None:
     ("text", "message"),
     [
         ("balanse: none", "unknown key balanse; did you mean balance"),
-        ("balance: off", "balance=False is not one of replicas, none"),
+        ("balance: off", "balance=False is unknown: choose one of replicas, none"),
         ("- a", "holds no settings"),
         ("a: [", "cannot be read"),
     ],

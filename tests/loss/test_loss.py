@@ -193,7 +193,7 @@ def test_one_token_against_ninety_nine(per_token: bool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (dict(mode="mean"), "'mean' is not one of token-mean"),
+        (dict(mode="mean"), "'mean' is unknown: choose one of token-mean"),
         (dict(mode="seq-mean-token-sum-norm"), "give both or neither"),
         (dict(norm=3.0), "give both or neither"),
         (dict(mode="seq-mean-token-sum-norm", norm=0.0), "above 0"),
@@ -375,9 +375,9 @@ def test_what_stands_at_masked_tokens_does_not_matter(objective: Any) -> None:
     [
         (lambda: PolicyLoss(clip_low=0), "clip_low=0 must be above 0"),
         (lambda: PolicyLoss(dual_clip=1.0), "dual_clip=1.0 must be above 1"),
-        (lambda: PolicyLoss(kl="k4"), "'k4' is not one of k1, k2, k3, abs"),
+        (lambda: PolicyLoss(kl="k4"), "'k4' is unknown: choose one of k1, k2, k3, abs"),
         (lambda: ValueLoss(clip=-1), "clip=-1 must be above 0"),
-        (lambda: check_kinds({"x": "mean"}), "metric x aggregates as 'mean'"),
+        (lambda: check_kinds({"x": "mean"}), "metric x='mean' is unknown"),
     ],
 )
 def test_wrong_settings_are_refused(build: Any, words: str) -> None:
