@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.process_pool import WorkerPool
+from tests.support.process_pool import Pools
 
 # How long an example takes is no property of the code: machines that run these tests are shared.
 settings.register_profile(
@@ -17,20 +17,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("shared machine")
-
-
-class Pools:
-    """One pool of workers per world size, started when first asked for."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, WorkerPool] = {}
-
-    def __getitem__(self, world_size: int) -> WorkerPool:
-        return self._pools.setdefault(world_size, WorkerPool(world_size))
-
-    def stop(self) -> None:
-        for pool in self._pools.values():
-            pool.stop()
 
 
 @pytest.fixture(scope="session")

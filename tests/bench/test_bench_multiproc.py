@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,17 @@ from megatron_batching.bench.recording import Recording
 from megatron_batching.bench.settings import METHODS
 from megatron_batching.plan import Layout, load_cost_model
 from megatron_batching.plan.cost_quality import cost_warning
+from tests.bench import bench_cases
 from tests.bench.bench_cases import TOLD
+from tests.support.process_pool import Pools
 
 # Clocks of one host agree; readings of two processes lie this far apart at most.
 CLOCK_S = 1e-3
 
 
 @pytest.fixture(scope="module")
-def paced(pools: Any) -> dict[str, dict[str, Any]]:
-    everyone = pools[4].run("tests.bench.bench_cases:paced_cases")
+def paced(pools: Pools) -> dict[str, dict[str, Any]]:
+    everyone = pools[4].run(bench_cases.paced_cases)
     assert all([m["row"] for m in rank] == [m["row"] for m in everyone[0]] for rank in everyone)
     return {method["row"]["method"]: method for method in everyone[0]}
 
@@ -78,8 +81,8 @@ def _source(ops: dict[Any, Any], rank: Any, op: Any) -> Any:
     return ops[rank.dp_rank, stage % 2, type(op)(op.kind, op.micro_batch, stage // 2)]
 
 
-def test_a_gpt_gives_the_same_result_by_every_method(pools: Any) -> None:
-    rows = pools[2].run("tests.bench.bench_cases:gpt_rows")[0]
+def test_a_gpt_gives_the_same_result_by_every_method(pools: Pools) -> None:
+    rows = pools[2].run(bench_cases.gpt_rows)[0]
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in rows] == pytest.approx([rows[0][key]] * len(rows), rel=1e-5)
     assert all(row["peak_bytes"] > 0 for row in rows)
@@ -89,12 +92,10 @@ def test_a_gpt_gives_the_same_result_by_every_method(pools: Any) -> None:
 
 @pytest.mark.parametrize("slower", [1.0, 1.5])
 def test_calibrate_finds_the_costs_and_says_how_far_they_hold(
-    pools: Any, tmp_path: Path, slower: float
+    pools: Pools, tmp_path: Path, slower: float
 ) -> None:
     path = tmp_path / "cost.yaml"
-    printed, nothing = pools[2].run(
-        "tests.bench.bench_cases:calibrate", output=str(path), slower=slower
-    )
+    printed, nothing = pools[2].run(bench_cases.calibrate, output=str(path), slower=slower)
     assert nothing == ""
     model = load_cost_model(str(path), Layout(pp=2, vpp=2))
     assert model.unit == "s"
@@ -110,36 +111,34 @@ def test_calibrate_finds_the_costs_and_says_how_far_they_hold(
         assert "warning: its fit missed 3" in printed
 
 
-def test_a_link_costs_time_and_keeps_what_it_was_told(pools: Any) -> None:
-    own, other = pools[2].run("tests.bench.bench_cases:link")
+def test_a_link_costs_time_and_keeps_what_it_was_told(pools: Pools) -> None:
+    own, other = pools[2].run(bench_cases.link)
     assert own == other
     assert own.bytes_per_token == 16 * 4 and own.after_s == 0.25
     assert own.latency >= 0 and own.bandwidth > 0
 
 
-def test_paced_costs_are_costs(pools: Any) -> None:
-    own, other = pools[2].run("tests.bench.bench_cases:paced_costs")
+def test_paced_costs_are_costs(pools: Pools) -> None:
+    own, other = pools[2].run(bench_cases.paced_costs)
     assert own == other
     assert 0 <= own.op_s < math.inf and 0 < own.message_s < math.inf
 
 
-@pytest.mark.parametrize("case", ["calibrate_nowhere", "bench_nowhere"])
+@pytest.mark.parametrize("case", [bench_cases.calibrate_nowhere, bench_cases.bench_nowhere])
 def test_places_are_checked_before_anything_is_measured(
-    pools: Any, tmp_path: Path, case: str
+    pools: Pools, tmp_path: Path, case: Callable[[str], str]
 ) -> None:
     (tmp_path / "file").write_text("")
     place = str(tmp_path / "file" / "below")
-    first, second = pools[2].run(f"tests.bench.bench_cases:{case}", output=place)
+    first, second = pools[2].run(case, place)
     assert first == second
     assert place in first and "cannot be written" in first
 
 
-def test_train_prints_json_on_request_alone_and_leaves_events(pools: Any, tmp_path: Path) -> None:
+def test_train_prints_json_on_request_alone_and_leaves_events(pools: Pools, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     folder = tmp_path / "runs" / "one"
-    first, second = pools[2].run(
-        "tests.bench.bench_cases:train", tensorboard=str(folder), as_json=True
-    )
+    first, second = pools[2].run(bench_cases.train, tensorboard=str(folder), as_json=True)
     assert first["error"] == second["error"] == second["out"] == ""
     (line,) = first["out"].splitlines()
     assert json.loads(line)["mini_batches"] == first["rows"]
@@ -177,26 +176,24 @@ def read_events(folder: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("on_terminal", [False, True])
-def test_train_draws_its_progress_on_a_terminal_alone(pools: Any, on_terminal: bool) -> None:
-    first, second = pools[2].run("tests.bench.bench_cases:train", on_terminal=on_terminal)
+def test_train_draws_its_progress_on_a_terminal_alone(pools: Pools, on_terminal: bool) -> None:
+    first, second = pools[2].run(bench_cases.train, on_terminal=on_terminal)
     assert second["out"] == second["err"] == ""
     assert "mini-batch 1: loss" in first["out"] and '"mini_batches"' not in first["out"]
     assert ("/2" in first["out"]) is on_terminal
     assert ("\x1b[?25l" in first["out"]) is on_terminal  # a bar hides the cursor
 
 
-def test_train_refuses_a_folder_before_it_trains(pools: Any, tmp_path: Path) -> None:
+def test_train_refuses_a_folder_before_it_trains(pools: Pools, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in ("/proc/nowhere", str(tmp_path / "file")):
-        everyone = pools[2].run("tests.bench.bench_cases:train_nowhere", output_dir=place)
+        everyone = pools[2].run(bench_cases.train_nowhere, output_dir=place)
         assert everyone[0]["error"] == everyone[1]["error"]
         assert f"run.output_dir '{place}' cannot be written" in everyone[0]["error"]
 
 
-def test_verl_agrees_on_a_count(pools: Any) -> None:
+def test_verl_agrees_on_a_count(pools: Pools) -> None:
     pytest.importorskip("verl")
-    (few, agreed), (many, also_agreed) = pools[2].run(
-        "tests.bench.bench_cases:verl_counts", samples=40
-    )
+    (few, agreed), (many, also_agreed) = pools[2].run(bench_cases.verl_counts, samples=40)
     assert few < many
     assert agreed == also_agreed == many

@@ -7,14 +7,15 @@ Command: pytest tests/data/test_exchange_multiproc.py
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+
+from tests.data import exchange_cases
+from tests.support.process_pool import Pools
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
-def test_anything_travels(pools: Any, dp: int) -> None:
-    pools[dp].run("tests.data.exchange_cases:anything_travels", dp=dp)
+def test_anything_travels(pools: Pools, dp: int) -> None:
+    pools[dp].run(exchange_cases.anything_travels, dp=dp)
 
 
 @pytest.mark.parametrize("balance", ["replicas", "none"])
@@ -23,10 +24,8 @@ def test_anything_travels(pools: Any, dp: int) -> None:
     [[[90, 80, 70], [5, 6, 7]], [[100, 100, 3], []], [[4], [3, 2, 1]]],
     ids=["skewed", "one holds nothing", "small"],
 )
-def test_there_and_back(pools: Any, shards: list[list[int]], balance: str) -> None:
-    moved = pools[2].run(
-        "tests.data.exchange_cases:there_and_back", dp=2, shards=shards, balance=balance
-    )
+def test_there_and_back(pools: Pools, shards: list[list[int]], balance: str) -> None:
+    moved = pools[2].run(exchange_cases.there_and_back, dp=2, shards=shards, balance=balance)
     assert moved[0] == moved[1]
     if balance == "none":
         assert moved[0] == 0

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support import gpt_cases
+from tests.support.process_pool import Pools
+
 LENGTHS = (40, 3, 17, 64, 9, 22, 5, 31, 12, 50)
 TOLERANCE = 1e-5
 
@@ -30,10 +33,10 @@ BATCHING = {
 }
 
 
-def check(pools: Any, layout: dict[str, Any], batching: dict[str, Any], lengths: Any) -> Any:
+def check(pools: Pools, layout: dict[str, Any], batching: dict[str, Any], lengths: Any) -> Any:
     world_size = layout.get("pp", 1) * layout.get("dp", 1) * layout.get("tp", 1)
     results = pools[world_size].run(
-        "tests.support.gpt_cases:planned_step", layout=layout, batching=batching, lengths=lengths
+        gpt_cases.planned_step, layout=layout, batching=batching, lengths=lengths
     )
     for result in results:
         assert result["loss_error"] < TOLERANCE
@@ -46,15 +49,15 @@ def check(pools: Any, layout: dict[str, Any], batching: dict[str, Any], lengths:
 
 @pytest.mark.parametrize("batching", BATCHING.values(), ids=BATCHING.keys())
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_gradients_equal_the_reference(pools: Any, layout: Any, batching: Any) -> None:
+def test_gradients_equal_the_reference(pools: Pools, layout: Any, batching: Any) -> None:
     check(pools, layout, batching, LENGTHS)
 
 
-def test_dummies_change_nothing(pools: Any) -> None:
+def test_dummies_change_nothing(pools: Pools) -> None:
     layout = {"pp": 2, "vpp": 2, "dp": 2}
     results = check(pools, layout, {"micro_batch_size": 2}, (40, 3, 17))
     assert results[0]["num_dummies"] > 0
 
 
-def test_more_aligned_padding_changes_nothing(pools: Any) -> None:
+def test_more_aligned_padding_changes_nothing(pools: Pools) -> None:
     check(pools, {"pp": 2}, {"max_tokens_per_micro_batch": 96, "align": 8}, LENGTHS)

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.engine import step_check_cases
+from tests.support.process_pool import Pools
+
 TOLERANCE = 1e-5
-CASES = "tests.engine.step_check_cases"
 
 
 @pytest.mark.parametrize(
@@ -21,8 +23,8 @@ CASES = "tests.engine.step_check_cases"
     [({"dp": 2}, True), ({"pp": 2}, False), ({"tp": 2}, False)],
     ids=["dp2-sharded", "pp2", "tp2"],
 )
-def test_a_wrong_entry_is_named_on_every_rank(pools: Any, layout: Any, sharded: bool) -> None:
-    results = pools[2].run(f"{CASES}:wrong_samples", layout=layout, sharded=sharded)
+def test_a_wrong_entry_is_named_on_every_rank(pools: Pools, layout: Any, sharded: bool) -> None:
+    results = pools[2].run(step_check_cases.wrong_samples, layout=layout, sharded=sharded)
     assert results[0] == results[1]
     for name, words in {
         "token": "sample 1, position 5: token id 64",
@@ -39,8 +41,8 @@ def test_a_wrong_entry_is_named_on_every_rank(pools: Any, layout: Any, sharded: 
     [({"pp": 2}, False), ({"dp": 2}, False), ({"dp": 2}, True)],
     ids=["pp2", "dp2", "fsdp"],
 )
-def test_a_plan_that_does_not_fit_is_refused(pools: Any, layout: Any, fsdp: bool) -> None:
-    results = pools[2].run(f"{CASES}:wrong_plans", layout=layout, fsdp=fsdp)
+def test_a_plan_that_does_not_fit_is_refused(pools: Pools, layout: Any, fsdp: bool) -> None:
+    results = pools[2].run(step_check_cases.wrong_plans, layout=layout, fsdp=fsdp)
     assert results[0] == results[1]
     for name, message in results[0].items():
         words = {
@@ -51,19 +53,19 @@ def test_a_plan_that_does_not_fit_is_refused(pools: Any, layout: Any, fsdp: bool
         assert re.search(words, message), message
 
 
-def test_a_rank_that_cannot_plan_ends_all(pools: Any) -> None:
-    for message in pools[2].run(f"{CASES}:mini_batch_that_one_rank_cannot_plan"):
+def test_a_rank_that_cannot_plan_ends_all(pools: Pools) -> None:
+    for message in pools[2].run(step_check_cases.mini_batch_that_one_rank_cannot_plan):
         assert message.startswith("sample 1 has 41 tokens, over the cap of 40")
 
 
-def test_plans_are_held_against_the_limits_of_their_pass(pools: Any) -> None:
-    (messages,) = pools[1].run(f"{CASES}:inference_at_a_larger_cap")
+def test_plans_are_held_against_the_limits_of_their_pass(pools: Pools) -> None:
+    (messages,) = pools[1].run(step_check_cases.inference_at_a_larger_cap)
     assert "over the cap of 40" in messages[0]
     assert messages[1:] == ["no error"] * 3
 
 
-def test_a_critic_needs_no_returns_to_give_values(pools: Any) -> None:
-    assert pools[1].run(f"{CASES}:values_without_returns") == [5]
+def test_a_critic_needs_no_returns_to_give_values(pools: Pools) -> None:
+    assert pools[1].run(step_check_cases.values_without_returns) == [5]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +77,10 @@ def test_a_critic_needs_no_returns_to_give_values(pools: Any) -> None:
     ],
     ids=["packed", "padded", "pp2-vpp2"],
 )
-def test_rows_suit_sequence_parallelism(pools: Any, layout: Any, batching: Any) -> None:
+def test_rows_suit_sequence_parallelism(pools: Pools, layout: Any, batching: Any) -> None:
     world_size = layout["tp"] * layout.get("pp", 1)
     for result in pools[world_size].run(
-        f"{CASES}:sequence_parallel_step", layout=layout, batching=batching
+        step_check_cases.sequence_parallel_step, layout=layout, batching=batching
     ):
         assert result["alignment"] == 2 * batching.get("align", 1)
         assert result["loss_error"] < TOLERANCE

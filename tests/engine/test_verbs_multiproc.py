@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine import verb_cases
+from tests.support.process_pool import Pools
+
 SHARDED = {"use_distributed_optimizer": True}
 PER_TOKEN = {"calculate_per_token_loss": True}
 ACCUMULATED = {
@@ -31,10 +34,10 @@ ACCUMULATED = {
 
 
 @pytest.mark.parametrize(("layout", "model"), ACCUMULATED.values(), ids=ACCUMULATED.keys())
-def test_gradients_of_several_calls_add_up(pools: Any, layout: Any, model: Any) -> None:
+def test_gradients_of_several_calls_add_up(pools: Pools, layout: Any, model: Any) -> None:
     megatron = {"initial_loss_scale": 1024.0}  # no effect without fp16
     for errors in pools[2].run(
-        "tests.engine.verb_cases:accumulated", layout=layout, model=model, megatron=megatron
+        verb_cases.accumulated, layout=layout, model=model, megatron=megatron
     ):
         assert len(errors) > 2
         worst = max(errors, key=errors.get)
@@ -42,8 +45,8 @@ def test_gradients_of_several_calls_add_up(pools: Any, layout: Any, model: Any) 
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2}], ids=["pp2", "dp2"])
-def test_the_bias_of_experts_moves_once_a_step(pools: Any, layout: Any) -> None:
-    results = pools[2].run("tests.engine.verb_cases:expert_bias", layout=layout)
+def test_the_bias_of_experts_moves_once_a_step(pools: Pools, layout: Any) -> None:
+    results = pools[2].run(verb_cases.expert_bias, layout=layout)
     for name, tokens in {"two": 133 + 58, "both": 133 + 58, "second": 58}.items():
         counted = sum(int(n) for found in results for n in found[f"{name} counted"])
         assert counted == 4 * 2 * tokens  # layers, experts of a token
@@ -60,10 +63,8 @@ def test_the_bias_of_experts_moves_once_a_step(pools: Any, layout: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "fsdp"])
-def test_a_step_ends_the_sum(pools: Any, kind: str) -> None:
-    ((after_step, after_zeroing),) = pools[1].run(
-        "tests.engine.verb_cases:a_step_ends_the_sum", kind=kind
-    )
+def test_a_step_ends_the_sum(pools: Pools, kind: str) -> None:
+    ((after_step, after_zeroing),) = pools[1].run(verb_cases.a_step_ends_the_sum, kind=kind)
     assert after_step == pytest.approx(after_zeroing, rel=1e-6)
 
 
@@ -81,10 +82,10 @@ def test_a_step_ends_the_sum(pools: Any, kind: str) -> None:
     ids=["fp32", "fp32-sharded", "bf16", "bf16-scaled-sharded", "fp16", "fp16-sharded"],
 )
 def test_asking_for_the_norm_changes_nothing(
-    pools: Any, model: Any, megatron: Any, clip_grad: float
+    pools: Pools, model: Any, megatron: Any, clip_grad: float
 ) -> None:
     (found,) = pools[1].run(
-        "tests.engine.verb_cases:asking_for_the_norm",
+        verb_cases.asking_for_the_norm,
         model=model,
         megatron=megatron,
         clip_grad=clip_grad,
@@ -96,8 +97,8 @@ def test_asking_for_the_norm_changes_nothing(
         assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-6)
 
 
-def test_a_skipped_step_is_reported_and_changes_nothing(pools: Any) -> None:
-    for first, second in pools[2].run("tests.engine.verb_cases:skipped_step", layout={"pp": 2}):
+def test_a_skipped_step_is_reported_and_changes_nothing(pools: Pools) -> None:
+    for first, second in pools[2].run(verb_cases.skipped_step, layout={"pp": 2}):
         assert first["skipped"] and not first["moved"]
         assert not math.isfinite(first["norm"])
         assert first["scale"] == 2.0**39

@@ -16,7 +16,7 @@ pytest.importorskip("verl", reason="needs pip install megatron-batching[verl]")
 pytest.importorskip("mbridge", reason="needs pip install megatron-batching[verl]")
 
 from megatron_batching.integrations.verl_losses import CUT_DEPENDENT
-from tests.integrations import verl_cpu
+from tests.integrations import verl_cases, verl_cpu
 from tests.integrations.verl_pool import VerlPools, worst
 
 verl_cpu.skip_without_models()
@@ -79,7 +79,7 @@ def run(pools: VerlPools, name: str, **case: Any) -> list[dict[str, Any]]:
     dp = layout.pop("dp", 1)
     case.setdefault("lengths", SHARDS[:dp])
     results = pools[layout.get("pp", 1) * dp].run(
-        case.pop("function", "tests.integrations.verl_cases:compare"), layout=layout, **case
+        case.pop("function", verl_cases.compare), layout=layout, **case
     )
     error, of = worst(results)
     assert error < TOLERANCE, of
@@ -87,7 +87,7 @@ def run(pools: VerlPools, name: str, **case: Any) -> list[dict[str, Any]]:
 
 
 @by_layout()
-def test_training_equals_verl(pools: Any, layout: str) -> None:
+def test_training_equals_verl(pools: VerlPools, layout: str) -> None:
     loss, limits = TRAINING[layout]
     run(pools, layout, loss=loss, limits=limits)
 
@@ -97,33 +97,33 @@ def test_training_equals_verl(pools: Any, layout: str) -> None:
 @pytest.mark.parametrize("loss", ["sft", "ppo", "value"])
 @by_layout()
 def test_training_equals_verl_with_every_loss(
-    pools: Any, layout: str, loss: str, limits: Any
+    pools: VerlPools, layout: str, loss: str, limits: Any
 ) -> None:
     run(pools, layout, loss=loss, limits=limits)
 
 
 @by_layout()
-def test_inference_equals_verl(pools: Any, layout: str) -> None:
+def test_inference_equals_verl(pools: VerlPools, layout: str) -> None:
     run(pools, layout, loss=INFERENCE[layout], limits=CAP, forward_only=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["none", "sft", "value"])
 @by_layout()
-def test_inference_equals_verl_with_every_loss(pools: Any, layout: str, loss: str) -> None:
+def test_inference_equals_verl_with_every_loss(pools: VerlPools, layout: str, loss: str) -> None:
     run(pools, layout, loss=loss, limits=CAP, forward_only=True)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @by_layout("pp2-vpp2-dp2")
-def test_every_aggregation_equals_verl(pools: Any, layout: str, aggregation: str) -> None:
+def test_every_aggregation_equals_verl(pools: VerlPools, layout: str, aggregation: str) -> None:
     run(pools, layout, loss="ppo", limits=CAP, aggregation=aggregation)
 
 
 @pytest.mark.parametrize("loss", ["ppo", "value"])
 @by_layout("pp2-dp2")
 def test_samples_move_between_replicas_and_outputs_come_home(
-    pools: Any, layout: str, loss: str
+    pools: VerlPools, layout: str, loss: str
 ) -> None:
     case = dict(loss=loss, limits=CAP, lengths=[[90, 80, 70, 60], [5, 6, 7, 8]])
     assert run(pools, layout, **case)[0]["num_moved"] > 0
@@ -132,13 +132,13 @@ def test_samples_move_between_replicas_and_outputs_come_home(
 
 @pytest.mark.parametrize("loss", ["sft", "ppo"])
 @by_layout("pp1-dp2", "pp2")
-def test_the_per_token_regime_equals_verl(pools: Any, layout: str, loss: str) -> None:
+def test_the_per_token_regime_equals_verl(pools: VerlPools, layout: str, loss: str) -> None:
     run(pools, layout, loss=loss, limits=CAP, per_token=True)
 
 
 @pytest.mark.parametrize("loss", ["sft", pytest.param("none", marks=pytest.mark.slow)])
 @by_layout("dp2-ep2")
-def test_experts_on_two_replicas(pools: Any, layout: str, loss: str) -> None:
+def test_experts_on_two_replicas(pools: VerlPools, layout: str, loss: str) -> None:
     """By themselves the replicas would run 4 micro-batches and 1, and then wait for ever."""
     case = dict(loss=loss, forward_only=loss == "none", limits=CAP)
     case["lengths"] = [[100] * 4, [20, 30, 5, 6]]
@@ -149,11 +149,11 @@ def test_experts_on_two_replicas(pools: Any, layout: str, loss: str) -> None:
 
 @by_layout("pp1")
 def test_policy_losses_depend_on_the_cut_only_where_a_warning_says_so(
-    pools: Any, layout: str
+    pools: VerlPools, layout: str
 ) -> None:
     """Every policy loss that verl has registered; a new one of theirs fails here."""
     (found,) = pools[1].run(
-        "tests.integrations.verl_cases:policy_losses",
+        verl_cases.policy_losses,
         limits=CAP,
         lengths=[[*SHARDS[0], *SHARDS[1]]],
     )
@@ -184,12 +184,12 @@ REFUSED_BY_VERL = {
 
 
 @by_layout(*REFUSED_BY_VERL)
-def test_trains_what_verl_refuses(pools: Any, layout: str) -> None:
+def test_trains_what_verl_refuses(pools: VerlPools, layout: str) -> None:
     for limits, lengths, overrides in REFUSED_BY_VERL[layout]:
         results = run(
             pools,
             layout,
-            function="tests.integrations.verl_cases:beyond_verl",
+            function=verl_cases.beyond_verl,
             limits=limits,
             lengths=lengths,
             overrides=overrides,

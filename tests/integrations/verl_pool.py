@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from tests.integrations import verl_cpu
-from tests.support.process_pool import WorkerPool
+from tests.support.process_pool import Pools, WorkerPool
 
 
 class VerlPool(WorkerPool):
@@ -18,21 +18,16 @@ class VerlPool(WorkerPool):
             super()._start()
 
 
-class VerlPools:
+class VerlPools(Pools):
     """One pool per world size, started when first asked for; an unused one is stopped then."""
 
-    def __init__(self) -> None:
-        self._pools: dict[int, VerlPool] = {}
+    kind = VerlPool
 
-    def __getitem__(self, world_size: int) -> VerlPool:
+    def __getitem__(self, world_size: int) -> WorkerPool:
         for size, pool in self._pools.items():
             if size != world_size:
                 pool.stop()
-        return self._pools.setdefault(world_size, VerlPool(world_size))
-
-    def stop(self) -> None:
-        for pool in self._pools.values():
-            pool.stop()
+        return super().__getitem__(world_size)
 
 
 def worst(results: list[dict[str, Any]]) -> tuple[float, str]:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_batching.loss import MODES
+from tests.loss import loss_cases
+from tests.support.process_pool import Pools
 
 BATCHINGS = {
     "fixed": {"micro_batch_size": 2, "packing": "padded"},
@@ -89,16 +91,17 @@ def goal_of(kind: str, precision: str) -> float:
     return 1e-6 if kind == "gpt" and precision == "fp32" else GOALS[precision]
 
 
-def run_row(pools: Any, kind: str, layout: dict[str, int], precision: str) -> list[dict[str, Any]]:
+def run_row(
+    pools: Pools, kind: str, layout: dict[str, int], precision: str
+) -> list[dict[str, Any]]:
     """All cases of one row in one precision, from every rank."""
     if kind.startswith("plain "):
         kind = kind.removeprefix("plain ")
-        return pools[1].run("tests.loss.loss_cases:plain_autograd", kind=kind, modes=MODES)[0]
+        return pools[1].run(loss_cases.plain_autograd, kind=kind, modes=MODES)[0]
     results = []
     for per_token in (False, True):
         for rank_results in pools[world_size(layout)].run(
-            "tests.loss.loss_cases:planned_steps",
-            timeout_s=900,
+            loss_cases.planned_steps,
             layout=layout,
             batchings=MTP_BATCHINGS if kind == "mtp" else BATCHINGS,
             modes=MODES,

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.loss import loss_table
+from tests.loss import expert_cases, loss_cases, loss_table
+from tests.support.process_pool import Pools
 
 BATCHINGS = {
     "dynamic": {"max_tokens_per_micro_batch": 48, "align": 2},
@@ -33,13 +34,13 @@ ON_FOUR = (
 )
 
 
-def exact(pools: Any, layout: dict[str, Any], **case: Any) -> list[dict[str, Any]]:
+def exact(pools: Pools, layout: dict[str, Any], **case: Any) -> list[dict[str, Any]]:
     """Run a case; loss, metrics, every gradient and the norm equal those of one process."""
     case = {"kind": "moe gated", "expert_shares": "mini_batch", "batchings": BATCHINGS, **case}
     results = [
         result
         for of_rank in pools[loss_table.world_size(layout)].run(
-            "tests.loss.loss_cases:planned_steps", layout=layout, modes=("token-mean",), **case
+            loss_cases.planned_steps, layout=layout, modes=("token-mean",), **case
         )
         for result in of_rank
     ]
@@ -50,7 +51,7 @@ def exact(pools: Any, layout: dict[str, Any], **case: Any) -> list[dict[str, Any
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
 @pytest.mark.parametrize("layout", ON_TWO, ids=loss_table.name_of)
-def test_every_gradient_on_two_ranks(pools: Any, layout: Any, per_token: bool) -> None:
+def test_every_gradient_on_two_ranks(pools: Pools, layout: Any, per_token: bool) -> None:
     results = exact(pools, layout, per_token=per_token)
     assert any(r["num_dummies"] > 0 for r in results)
 
@@ -65,17 +66,17 @@ def test_every_gradient_on_two_ranks(pools: Any, layout: Any, per_token: bool) -
         for per_token in (False, True)
     ],
 )
-def test_every_gradient_on_four_ranks(pools: Any, layout: Any, per_token: bool) -> None:
+def test_every_gradient_on_four_ranks(pools: Pools, layout: Any, per_token: bool) -> None:
     exact(pools, layout, per_token=per_token)
 
 
-def test_linked_replicas_run_equally_many_micro_batches(pools: Any) -> None:
+def test_linked_replicas_run_equally_many_micro_batches(pools: Pools) -> None:
     """One owner has short samples, one long ones: by themselves the replicas would differ."""
     batchings = {"own": {"max_tokens_per_micro_batch": 60, "balance": "none"}}
     lengths = (3, 2, 4, 2, 5, 60, 58, 57, 60, 59)
     alone, linked = (
         pools[2].run(
-            "tests.loss.loss_cases:planned_steps",
+            loss_cases.planned_steps,
             layout={"dp": 2, **experts},
             batchings=batchings,
             modes=("token-mean",),
@@ -92,9 +93,9 @@ def test_linked_replicas_run_equally_many_micro_batches(pools: Any) -> None:
     assert linked["gradient"] < TOLERANCE
 
 
-def test_forward_only_passes(pools: Any) -> None:
+def test_forward_only_passes(pools: Pools) -> None:
     results = pools[2].run(
-        "tests.loss.loss_cases:log_prob_errors",
+        loss_cases.log_prob_errors,
         layout={"dp": 2, "ep": 2},
         batching=BATCHINGS["dummies"],
         kind="moe",
@@ -103,34 +104,34 @@ def test_forward_only_passes(pools: Any) -> None:
     assert set().union(*(r["samples"] for r in results)) == set(range(10))
 
 
-def test_weights_are_the_same_whole_ones_in_every_layout(pools: Any) -> None:
-    truth = pools[1].run("tests.loss.expert_cases:weights", layout={})[0]
+def test_weights_are_the_same_whole_ones_in_every_layout(pools: Pools) -> None:
+    truth = pools[1].run(expert_cases.weights, layout={})[0]
     assert sum("local_experts.3." in name for name in truth) == 8
     for layout in ({"dp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"dp": 2, "etp": 2}):
-        for found in pools[2].run("tests.loss.expert_cases:weights", layout=layout):
+        for found in pools[2].run(expert_cases.weights, layout=layout):
             assert set(found) == set(truth)
             for name, weight in truth.items():
                 assert torch.equal(found[name], weight), (layout, name)
 
 
 @pytest.fixture(scope="module")
-def one_process(pools: Any) -> dict[str, Any]:
-    return pools[1].run("tests.loss.expert_cases:steps", layout={})[0]
+def one_process(pools: Pools) -> dict[str, Any]:
+    return pools[1].run(expert_cases.steps, layout={})[0]
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed-optimizer"])
-def test_training_steps(pools: Any, one_process: Any, distributed: bool) -> None:
+def test_training_steps(pools: Pools, one_process: Any, distributed: bool) -> None:
     ddp = {"use_distributed_optimizer": distributed}
-    for found in pools[2].run("tests.loss.expert_cases:steps", layout={"dp": 2, "ep": 2}, ddp=ddp):
+    for found in pools[2].run(expert_cases.steps, layout={"dp": 2, "ep": 2}, ddp=ddp):
         _same_run(found, one_process)
 
 
-def test_biases_of_experts_follow_the_tokens_of_all_ranks(pools: Any) -> None:
+def test_biases_of_experts_follow_the_tokens_of_all_ranks(pools: Pools) -> None:
     transformer = dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
-    truth = pools[1].run("tests.loss.expert_cases:steps", layout={}, transformer=transformer)[0]
+    truth = pools[1].run(expert_cases.steps, layout={}, transformer=transformer)[0]
     assert any(any(bias) for bias in truth["expert_bias"])
     for found in pools[2].run(
-        "tests.loss.expert_cases:steps", layout={"dp": 2, "ep": 2}, transformer=transformer
+        expert_cases.steps, layout={"dp": 2, "ep": 2}, transformer=transformer
     ):
         _same_run(found, truth)
         assert found["expert_bias"] == truth["expert_bias"]
@@ -142,8 +143,8 @@ def _same_run(found: dict[str, Any], truth: dict[str, Any], steps: slice = slice
     assert set(found["weights"]) == set(truth["weights"])
 
 
-def test_an_expert_gradient_that_is_not_finite_ends_every_rank(pools: Any) -> None:
-    errors = pools[2].run("tests.loss.expert_cases:not_finite", layout={"dp": 2, "ep": 2}, rank=1)
+def test_an_expert_gradient_that_is_not_finite_ends_every_rank(pools: Pools) -> None:
+    errors = pools[2].run(expert_cases.not_finite, layout={"dp": 2, "ep": 2}, rank=1)
     assert len(set(errors)) == 1
     assert "gradients are not finite on ranks [1]" in errors[0]
     assert "experts.local_experts." in errors[0]
@@ -159,8 +160,8 @@ def test_an_expert_gradient_that_is_not_finite_ends_every_rank(pools: Any) -> No
     ],
 )
 def test_experts_that_cannot_be_laid_out_so(
-    pools: Any, layout: Any, transformer: Any, words: str
+    pools: Pools, layout: Any, transformer: Any, words: str
 ) -> None:
-    for error in pools[2].run("tests.loss.expert_cases:refusal", layout=layout, **transformer):
+    for error in pools[2].run(expert_cases.refusal, layout=layout, **transformer):
         assert words in error
         assert "\n" not in error

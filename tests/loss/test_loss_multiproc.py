@@ -13,19 +13,20 @@ from typing import Any
 import pytest
 
 from megatron_batching.loss import MODES
-from tests.loss import loss_table
+from tests.loss import loss_cases, loss_table
+from tests.support.process_pool import Pools
 
 SMALL = [x for x in loss_table.LAYOUTS if loss_table.world_size(x) <= 4]
 FEW = {name: loss_table.BATCHINGS[name] for name in ("dynamic", "dummies")}
 PADDED = loss_table.MTP_BATCHINGS
 
 
-def check(pools: Any, tolerance: float, **case: Any) -> list[dict[str, Any]]:
+def check(pools: Pools, tolerance: float, **case: Any) -> list[dict[str, Any]]:
     """Run a case on as many processes as it needs; all ranks must agree with the reference."""
     results = [
         r
         for of_rank in pools[loss_table.world_size(case["layout"])].run(
-            "tests.loss.loss_cases:planned_steps", **{"batchings": loss_table.BATCHINGS, **case}
+            loss_cases.planned_steps, **{"batchings": loss_table.BATCHINGS, **case}
         )
         for r in of_rank
     ]
@@ -38,7 +39,7 @@ def check(pools: Any, tolerance: float, **case: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("number", range(len(SMALL)), ids=[loss_table.name_of(x) for x in SMALL])
-def test_covering_subset(pools: Any, number: int) -> None:
+def test_covering_subset(pools: Pools, number: int) -> None:
     layout = SMALL[number]
     regimes = (False, True) if loss_table.world_size(layout) < 4 else (number % 2 == 1,)
     for per_token in regimes:
@@ -53,7 +54,7 @@ def test_covering_subset(pools: Any, number: int) -> None:
 @pytest.mark.parametrize(
     "layout", [{"dp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2}], ids=loss_table.name_of
 )
-def test_fp64(pools: Any, layout: Any, per_token: bool) -> None:
+def test_fp64(pools: Pools, layout: Any, per_token: bool) -> None:
     check(
         pools,
         loss_table.GOALS["fp64"],
@@ -69,7 +70,7 @@ def test_fp64(pools: Any, layout: Any, per_token: bool) -> None:
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
 @pytest.mark.parametrize("layout", [{"cp": 2}, {"dp": 2, "cp": 2}], ids=loss_table.name_of)
 def test_context_parallel_shares_of_a_token_local_model(
-    pools: Any, layout: Any, per_token: bool
+    pools: Pools, layout: Any, per_token: bool
 ) -> None:
     check(
         pools,
@@ -98,7 +99,7 @@ def test_context_parallel_shares_of_a_token_local_model(
     ],
     ids=lambda x: x.replace(", ", "-") if isinstance(x, str) else loss_table.name_of(x),
 )
-def test_other_objectives(pools: Any, layout: Any, objective: str) -> None:
+def test_other_objectives(pools: Pools, layout: Any, objective: str) -> None:
     check(
         pools,
         loss_table.GOALS["fp64"],
@@ -113,7 +114,7 @@ def test_other_objectives(pools: Any, layout: Any, objective: str) -> None:
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
-def test_two_or_eight_micro_batches(pools: Any, per_token: bool) -> None:
+def test_two_or_eight_micro_batches(pools: Pools, per_token: bool) -> None:
     """The same loss, metrics, gradients and gradient norm, each equal to the reference."""
     batchings = {
         name: {"max_tokens_per_micro_batch": 160, "min_num_micro_batches": count}
@@ -134,7 +135,7 @@ def test_two_or_eight_micro_batches(pools: Any, per_token: bool) -> None:
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
 @pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"dp": 2}], ids=loss_table.name_of)
-def test_moe_losses_do_not_depend_on_the_cut(pools: Any, layout: Any, per_token: bool) -> None:
+def test_moe_losses_do_not_depend_on_the_cut(pools: Pools, layout: Any, per_token: bool) -> None:
     """Balancing loss and z-loss of 4 experts, with a loss scale as fp16 has one."""
     results = check(
         pools,
@@ -150,7 +151,7 @@ def test_moe_losses_do_not_depend_on_the_cut(pools: Any, layout: Any, per_token:
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
-def test_balancing_losses_with_context_parallelism(pools: Any, per_token: bool) -> None:
+def test_balancing_losses_with_context_parallelism(pools: Pools, per_token: bool) -> None:
     check(
         pools,
         loss_table.GOALS["fp32"],
@@ -164,10 +165,10 @@ def test_balancing_losses_with_context_parallelism(pools: Any, per_token: bool) 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
 def test_without_the_extra_pass_only_the_balancing_loss_depends_on_the_cut(
-    pools: Any, per_token: bool
+    pools: Pools, per_token: bool
 ) -> None:
     results = pools[1].run(
-        "tests.loss.loss_cases:planned_steps",
+        loss_cases.planned_steps,
         layout={},
         batchings={"dynamic": loss_table.BATCHINGS["dynamic"]},
         modes=("token-mean",),
@@ -201,7 +202,7 @@ def test_without_the_extra_pass_only_the_balancing_loss_depends_on_the_cut(
     ids=["pp1", "pp2", "dp2", "with the loss", "alone", "with the embedding"],
 )
 def test_mtp_losses_do_not_depend_on_the_cut(
-    pools: Any, layout: Any, written: str | None, per_token: bool
+    pools: Pools, layout: Any, written: str | None, per_token: bool
 ) -> None:
     check(
         pools,
@@ -223,14 +224,14 @@ def test_mtp_losses_do_not_depend_on_the_cut(
         (dict(batching=PADDED["fixed"], objective="ppo"), "use CrossEntropy()"),
     ],
 )
-def test_mtp_that_would_be_wrong_is_refused(pools: Any, settings: Any, words: str) -> None:
-    error = pools[1].run("tests.loss.loss_cases:refusal", layout={}, kind="mtp", **settings)[0]
+def test_mtp_that_would_be_wrong_is_refused(pools: Pools, settings: Any, words: str) -> None:
+    error = pools[1].run(loss_cases.refusal, layout={}, kind="mtp", **settings)[0]
     assert words in error
     assert "\n" not in error
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
-def test_a_replica_with_nothing_to_learn(pools: Any, per_token: bool) -> None:
+def test_a_replica_with_nothing_to_learn(pools: Pools, per_token: bool) -> None:
     batchings = {"own": {"max_tokens_per_micro_batch": 48, "balance": "none"}}
     for mode in MODES:
         check(
@@ -247,7 +248,7 @@ def test_a_replica_with_nothing_to_learn(pools: Any, per_token: bool) -> None:
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_context_parallel_rank_with_nothing_to_learn(
-    pools: Any, rank: int, per_token: bool
+    pools: Pools, rank: int, per_token: bool
 ) -> None:
     check(
         pools,
@@ -265,29 +266,27 @@ def test_a_context_parallel_rank_with_nothing_to_learn(
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
 @pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"dp": 2}], ids=loss_table.name_of)
-def test_a_mini_batch_with_nothing_to_learn(pools: Any, layout: Any, per_token: bool) -> None:
+def test_a_mini_batch_with_nothing_to_learn(pools: Pools, layout: Any, per_token: bool) -> None:
     """Zero loss and gradient, a warning and no NaN, on every rank."""
     size = loss_table.world_size(layout)
-    for result in pools[size].run(
-        "tests.loss.loss_cases:all_masked", layout=layout, per_token=per_token
-    ):
+    for result in pools[size].run(loss_cases.all_masked, layout=layout, per_token=per_token):
         assert (result["loss"], result["norm"], result["gradient"]) == (0, 0, 0)
         assert result["metrics"] == {}
         assert any("carries loss" in text for text in result["warnings"])
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
-def test_nothing_to_learn_switches_the_routers_losses_off_too(pools: Any, per_token: bool) -> None:
-    result = pools[1].run(
-        "tests.loss.loss_cases:all_masked", layout={}, per_token=per_token, kind="moe"
-    )[0]
+def test_nothing_to_learn_switches_the_routers_losses_off_too(
+    pools: Pools, per_token: bool
+) -> None:
+    result = pools[1].run(loss_cases.all_masked, layout={}, per_token=per_token, kind="moe")[0]
     assert result["gradient"] == 0
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
-def test_a_regime_switched_after_building_is_refused(pools: Any, per_token: bool) -> None:
+def test_a_regime_switched_after_building_is_refused(pools: Pools, per_token: bool) -> None:
     for error in pools[2].run(
-        "tests.loss.loss_cases:regime_switched_after_building",
+        loss_cases.regime_switched_after_building,
         layout={"dp": 2},
         per_token=per_token,
     ):
@@ -304,10 +303,10 @@ def test_a_regime_switched_after_building_is_refused(pools: Any, per_token: bool
         ({"cp": 2}, "token-local"),
     ],
 )
-def test_forward_only_log_probs_and_entropies(pools: Any, layout: Any, kind: str) -> None:
+def test_forward_only_log_probs_and_entropies(pools: Pools, layout: Any, kind: str) -> None:
     size = loss_table.world_size(layout)
     results = pools[size].run(
-        "tests.loss.loss_cases:log_prob_errors",
+        loss_cases.log_prob_errors,
         layout=layout,
         batching=loss_table.BATCHINGS["dummies"],
         kind=kind,
@@ -317,15 +316,15 @@ def test_forward_only_log_probs_and_entropies(pools: Any, layout: Any, kind: str
     assert all(r["samples"] == sorted(r["samples"]) for r in results)
 
 
-def test_log_probs_equal_megatrons_with_a_split_vocabulary(pools: Any) -> None:
-    for differences in pools[2].run("tests.loss.loss_cases:log_probs_against_megatron"):
+def test_log_probs_equal_megatrons_with_a_split_vocabulary(pools: Pools) -> None:
+    for differences in pools[2].run(loss_cases.log_probs_against_megatron):
         assert max(differences.values()) < 2e-6, differences
 
 
-def test_optimizer_steps_follow_mini_batches(pools: Any) -> None:
+def test_optimizer_steps_follow_mini_batches(pools: Pools) -> None:
     """Two caps: the same number of steps, the same losses, the same metrics over all of them."""
     runs = [
-        pools[1].run("tests.loss.loss_cases:train", layout={}, batching=batching, num_steps=3)[0]
+        pools[1].run(loss_cases.train, layout={}, batching=batching, num_steps=3)[0]
         for batching in ({"max_tokens_per_micro_batch": 64}, {"max_tokens_per_micro_batch": 512})
     ]
     assert [r["optimizer_steps"] for r in runs] == [3, 3]

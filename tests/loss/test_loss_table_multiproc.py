@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.loss import loss_table
 from tests.programs import loss_curves
+from tests.support.process_pool import Pools
 
 pytestmark = pytest.mark.slow
 # Worker pools of one size serve all rows of that size.
@@ -36,7 +36,7 @@ def lines() -> Iterator[list[str]]:
     ROWS,
     ids=[f"{kind.replace(' ', '-')}-{loss_table.name_of(layout)}" for kind, layout in ROWS],
 )
-def test_row(pools: Any, lines: list[str], kind: str, layout: dict[str, int]) -> None:
+def test_row(pools: Pools, lines: list[str], kind: str, layout: dict[str, int]) -> None:
     # Even waiting, workers keep the cores busy: the threads of their process groups wake up often.
     for size in {loss_table.world_size(other) for _, other in ROWS}:
         if size != loss_table.world_size(layout):
@@ -51,7 +51,7 @@ def test_row(pools: Any, lines: list[str], kind: str, layout: dict[str, int]) ->
         assert max(errors.values()) < loss_table.goal_of(kind, precision), (precision, errors)
 
 
-def test_loss_curves_lie_on_top_of_one_another(pools: Any) -> None:
+def test_loss_curves_lie_on_top_of_one_another(pools: Pools) -> None:
     curves = [
         loss_curves.losses(pools[loss_table.world_size(run["layout"])], run)
         for run in loss_curves.RUNS.values()

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.megatron import own_model_cases
 from tests.support import ROOT
+from tests.support.process_pool import Pools
 
 PAGE = ROOT / "docs" / "bring_your_own.md"
 LENGTHS = (70, 9, 33, 21, 52, 14, 40, 8, 25)
@@ -57,9 +59,9 @@ def test_the_page_runs_and_agrees_with_megatron(scripts: Path, script: str) -> N
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()).split("{")[0] or "fp32",
 )
-def test_what_a_step_needs_is_there_for_a_step_only(pools, layout, model) -> None:
+def test_what_a_step_needs_is_there_for_a_step_only(pools: Pools, layout, model) -> None:
     for found in pools[2].run(
-        "tests.megatron.own_model_cases:adopted_step", layout=layout, lengths=LENGTHS, **model
+        own_model_cases.adopted_step, layout=layout, lengths=LENGTHS, **model
     ):
         assert found["placements"]
         assert found["loss_error"] < 1e-6 and found["norm_error"] < 1e-6
@@ -87,10 +89,10 @@ def test_what_a_step_needs_is_there_for_a_step_only(pools, layout, model) -> Non
         ("none", "accepted"),
     ],
 )
-def test_what_cannot_be_served_is_refused_on_every_rank(pools, fault: str, said: str) -> None:
-    messages = pools[2].run(
-        "tests.megatron.own_model_cases:refusal", layout=dict(pp=2, vpp=2), fault=fault
-    )
+def test_what_cannot_be_served_is_refused_on_every_rank(
+    pools: Pools, fault: str, said: str
+) -> None:
+    messages = pools[2].run(own_model_cases.refusal, layout=dict(pp=2, vpp=2), fault=fault)
     assert said in messages[0] and len(set(messages)) == 1, messages
 
 

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.megatron import execution_cases
+from tests.support.process_pool import Pools
+
 LENGTHS = (40, 3, 17, 64, 9, 22, 5, 31, 12, 50)
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 0.03
@@ -41,11 +44,11 @@ TRANSFORMER = {
 LAYOUT = {"pp": 2, "vpp": 2, "dp": 2}
 
 
-def difference(pools: Any, layout: dict[str, int], **option: Any) -> float:
+def difference(pools: Pools, layout: dict[str, int], **option: Any) -> float:
     world_size = layout.get("pp", 1) * layout.get("dp", 1)
     return max(
         pools[world_size].run(
-            "tests.megatron.execution_cases:option_difference",
+            execution_cases.option_difference,
             layout=layout,
             lengths=LENGTHS,
             **option,
@@ -55,30 +58,30 @@ def difference(pools: Any, layout: dict[str, int], **option: Any) -> float:
 
 @pytest.mark.parametrize("ddp", DDP.values(), ids=DDP.keys())
 @pytest.mark.parametrize("layout", [LAYOUT, {"dp": 2}], ids=["pp2-vpp2-dp2", "dp2"])
-def test_ddp_options(pools: Any, layout: dict[str, int], ddp: dict[str, Any]) -> None:
+def test_ddp_options(pools: Pools, layout: dict[str, int], ddp: dict[str, Any]) -> None:
     assert difference(pools, layout, model={"ddp": ddp}) < TOLERANCE
 
 
 @pytest.mark.parametrize("transformer", TRANSFORMER.values(), ids=TRANSFORMER.keys())
-def test_transformer_options(pools: Any, transformer: dict[str, Any]) -> None:
+def test_transformer_options(pools: Pools, transformer: dict[str, Any]) -> None:
     assert difference(pools, LAYOUT, model={"transformer": transformer}) < TOLERANCE
 
 
 @pytest.mark.parametrize("engine", [{"check_shapes": True}, {"shape_buckets": 3}], ids=str)
-def test_engine_options(pools: Any, engine: dict[str, Any]) -> None:
+def test_engine_options(pools: Pools, engine: dict[str, Any]) -> None:
     assert difference(pools, LAYOUT, engine=engine) < TOLERANCE
 
 
 @pytest.mark.parametrize("ddp", [{}, SHARDED], ids=["plain", "distributed optimizer"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_follows_fp32(pools: Any, precision: str, ddp: dict[str, Any]) -> None:
+def test_half_precision_follows_fp32(pools: Pools, precision: str, ddp: dict[str, Any]) -> None:
     model = {"precision": precision, "ddp": ddp}
     optimizer = {"initial_loss_scale": 256.0}
     worst = difference(pools, {"pp": 2}, model=model, optimizer=optimizer)
     assert 0 < worst < HALF_TOLERANCE
 
 
-def test_the_loss_scale_is_undone_once(pools: Any) -> None:
+def test_the_loss_scale_is_undone_once(pools: Pools) -> None:
     model = {"precision": "fp16"}
     worst = [
         difference(pools, {"pp": 2}, model=model, optimizer={"initial_loss_scale": scale})
@@ -87,19 +90,19 @@ def test_the_loss_scale_is_undone_once(pools: Any) -> None:
     assert worst[0] == pytest.approx(worst[1], rel=0.05)
 
 
-def test_buckets_leave_few_widths(pools: Any) -> None:
-    exact = pools[2].run("tests.megatron.execution_cases:widths_that_ran", shape_buckets=None)[0]
-    padded = pools[2].run("tests.megatron.execution_cases:widths_that_ran", shape_buckets=2)[0]
+def test_buckets_leave_few_widths(pools: Pools) -> None:
+    exact = pools[2].run(execution_cases.widths_that_ran, shape_buckets=None)[0]
+    padded = pools[2].run(execution_cases.widths_that_ran, shape_buckets=2)[0]
     assert len(set(exact)) > 2
     assert set(padded) <= {40, 80}
     assert all(a <= b for a, b in zip(exact, padded, strict=True))
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_memory_does_not_grow_with_micro_batches(pools: Any, forward_only: bool) -> None:
+def test_memory_does_not_grow_with_micro_batches(pools: Pools, forward_only: bool) -> None:
     few, many = (
         pools[2].run(
-            "tests.megatron.execution_cases:peak_bytes",
+            execution_cases.peak_bytes,
             num_micro_batches=m,
             forward_only=forward_only,
         )

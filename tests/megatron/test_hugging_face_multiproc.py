@@ -19,6 +19,7 @@ pytest.importorskip("mbridge", reason="mbridge is not installed: pip install '.[
 
 from tests.megatron import hugging_face_cases as cases
 from tests.support import ROOT
+from tests.support.process_pool import Pools
 
 
 def is_moe(kind: str) -> bool:
@@ -61,9 +62,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
-def test_a_folder_trains_and_comes_back(pools, folders: Path, tmp_path, kind, name) -> None:
+def test_a_folder_trains_and_comes_back(pools: Pools, folders: Path, tmp_path, kind, name) -> None:
     for errors in pools[1 if name == "pp 1" else 2].run(
-        "tests.megatron.hugging_face_cases:agrees",
+        cases.agrees,
         folder=str(folders / kind),
         layout=LAYOUTS[name],
         out=str(tmp_path),
@@ -76,10 +77,8 @@ def test_a_folder_trains_and_comes_back(pools, folders: Path, tmp_path, kind, na
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama3 tied", "qwen3_moe"])
-def test_logits_are_those_of_transformers(pools, folders: Path, kind: str) -> None:
-    (error,) = pools[1].run(
-        "tests.megatron.hugging_face_cases:logits_error", folder=str(folders / kind)
-    )
+def test_logits_are_those_of_transformers(pools: Pools, folders: Path, kind: str) -> None:
+    (error,) = pools[1].run(cases.logits_error, folder=str(folders / kind))
     assert error < 1e-4
 
 
@@ -96,25 +95,20 @@ def test_logits_are_those_of_transformers(pools, folders: Path, kind: str) -> No
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_would_be_passed_over_is_refused(pools, tmp_path: Path, change, said) -> None:
+def test_what_would_be_passed_over_is_refused(pools: Pools, tmp_path: Path, change, said) -> None:
     folder = cases.make_folder("llama", tmp_path / "model")
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    assert said in pools[1].run("tests.megatron.hugging_face_cases:refusal", folder=str(folder))[0]
+    assert said in pools[1].run(cases.refusal, folder=str(folder))[0]
 
 
-def test_a_missing_folder_and_a_sliding_window_are_refused(pools, tmp_path: Path) -> None:
-    said = pools[1].run("tests.megatron.hugging_face_cases:refusal", folder=str(tmp_path))[0]
+def test_a_missing_folder_and_a_sliding_window_are_refused(pools: Pools, tmp_path: Path) -> None:
+    said = pools[1].run(cases.refusal, folder=str(tmp_path))[0]
     assert "holds no config.json" in said
     folder = cases.make_folder("mixtral", tmp_path / "model", sliding_window=16)
-    assert (
-        "sliding_window=16"
-        in pools[1].run("tests.megatron.hugging_face_cases:refusal", folder=str(folder))[0]
-    )
+    assert "sliding_window=16" in pools[1].run(cases.refusal, folder=str(folder))[0]
     folder = cases.make_folder("qwen2", tmp_path / "odd", vocab_size=95)
-    said = pools[2].run(
-        "tests.megatron.hugging_face_cases:refusal", folder=str(folder), layout=dict(tp=2)
-    )
+    said = pools[2].run(cases.refusal, folder=str(folder), layout=dict(tp=2))
     assert "does not divide by tp=2" in said[0] and len(set(said)) == 1
 
 

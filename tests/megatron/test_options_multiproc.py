@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.megatron import option_cases
+from tests.support.process_pool import Pools
+
 Outcomes = dict[str, tuple[str, str, float]]
 
 # Fields whose change leaves the step as it is, to 1e-6, on one stage and on the CPU, and why.
@@ -34,8 +37,8 @@ NEUTRAL = {
 
 
 @pytest.fixture(scope="module")
-def outcomes(pools: Any) -> Outcomes:
-    return pools[1].run("tests.megatron.option_cases:walk", timeout_s=600.0)[0]
+def outcomes(pools: Pools) -> Outcomes:
+    return pools[1].run(option_cases.walk)[0]
 
 
 def test_every_field_changes_something_or_is_refused(outcomes: Outcomes) -> None:
@@ -95,16 +98,16 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("case", COUNTED.values(), ids=COUNTED.keys())
-def test_experts_count_each_sample_token_once_per_choice(pools: Any, case: dict[str, Any]) -> None:
-    for counted, wanted, _ in pools[1].run(
-        "tests.megatron.option_cases:counted_tokens", layout={}, **case
-    ):
+def test_experts_count_each_sample_token_once_per_choice(
+    pools: Pools, case: dict[str, Any]
+) -> None:
+    for counted, wanted, _ in pools[1].run(option_cases.counted_tokens, layout={}, **case):
         assert counted == [wanted] * 2
 
 
-def test_experts_do_not_count_dummies(pools: Any) -> None:
+def test_experts_do_not_count_dummies(pools: Pools) -> None:
     results = pools[2].run(
-        "tests.megatron.option_cases:counted_tokens",
+        option_cases.counted_tokens,
         layout={"pp": 2, "vpp": 2},
         batching={"max_tokens_per_micro_batch": 24, "align": 8},
         lengths=(7,),
@@ -126,11 +129,11 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("case", WINDOWS.values(), ids=WINDOWS.keys())
-def test_windows_stay_inside_their_sample(pools: Any, case: dict[str, Any]) -> None:
-    for error in pools[1].run("tests.megatron.option_cases:window_error", **case)[0].values():
+def test_windows_stay_inside_their_sample(pools: Pools, case: dict[str, Any]) -> None:
+    for error in pools[1].run(option_cases.window_error, **case)[0].values():
         assert error < 1e-5
 
 
-def test_a_second_deeper_model_runs_in_the_same_process(pools: Any) -> None:
-    losses = pools[1].run("tests.megatron.option_cases:losses_of_depths", depths=(2, 4, 2))[0]
+def test_a_second_deeper_model_runs_in_the_same_process(pools: Pools) -> None:
+    losses = pools[1].run(option_cases.losses_of_depths, depths=(2, 4, 2))[0]
     assert losses[0] == losses[2] != losses[1]

@@ -11,15 +11,20 @@ from typing import Any
 
 import pytest
 
+from tests.megatron import execution_cases
+from tests.support.process_pool import Pools
+
 PLANNED, CHECKED, EXCHANGED = {}, {"check_shapes": True}, {"planned_shapes": False}
 NOT_AHEAD = {"prefetch": False}
 OVERLAPS = {"overlap": 28, "batched": 14, "unbatched": 14}  # plans to run with each
 
 
-def run(pools: Any, layout: dict[str, int], communication: str, count: int, **kwargs: Any) -> None:
+def run(
+    pools: Pools, layout: dict[str, int], communication: str, count: int, **kwargs: Any
+) -> None:
     world_size = layout["pp"] * layout.get("tp", 1) * layout.get("cp", 1)
     results = pools[world_size].run(
-        "tests.megatron.execution_cases:random_plans",
+        execution_cases.random_plans,
         layout=layout,
         communication=communication,
         count=count,
@@ -32,7 +37,7 @@ def run(pools: Any, layout: dict[str, int], communication: str, count: int, **kw
 @pytest.mark.parametrize("communication", OVERLAPS)
 @pytest.mark.parametrize("vpp", [2, 3])
 @pytest.mark.parametrize("pp", [2, 4])
-def test_interleaved(pools: Any, pp: int, vpp: int, communication: str) -> None:
+def test_interleaved(pools: Pools, pp: int, vpp: int, communication: str) -> None:
     modes = (PLANNED, NOT_AHEAD, CHECKED, EXCHANGED)
     count = OVERLAPS[communication]  # 4 layouts: 224 plans in all
     run(pools, {"pp": pp, "vpp": vpp}, communication, count, modes=modes)
@@ -40,7 +45,7 @@ def test_interleaved(pools: Any, pp: int, vpp: int, communication: str) -> None:
 
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("pp", [2, 4])
-def test_one_forward_one_backward(pools: Any, pp: int, batched: bool) -> None:
+def test_one_forward_one_backward(pools: Pools, pp: int, batched: bool) -> None:
     modes = (PLANNED, CHECKED, EXCHANGED)
     run(pools, {"pp": pp}, "", 18, modes=modes, batch_p2p_comm=batched)
 
@@ -48,7 +53,7 @@ def test_one_forward_one_backward(pools: Any, pp: int, batched: bool) -> None:
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}], ids=str)
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_sequence_and_context_parallel_divide_the_sequence(
-    pools: Any, vpp: int, layout: dict[str, int]
+    pools: Pools, vpp: int, layout: dict[str, int]
 ) -> None:
     sequence_parallel = "tp" in layout
     layout = {"pp": 2, "vpp": vpp, **layout}
@@ -56,29 +61,27 @@ def test_sequence_and_context_parallel_divide_the_sequence(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_other_pipeline_dtypes(pools: Any, dtype: str) -> None:
+def test_other_pipeline_dtypes(pools: Pools, dtype: str) -> None:
     run(pools, {"pp": 2, "vpp": 2}, "overlap", 8, modes=(PLANNED, CHECKED), dtype=dtype)
 
 
 @pytest.mark.parametrize("planned_shapes", [True, False])
-def test_freed_activations_arrive_whole(pools: Any, planned_shapes: bool) -> None:
+def test_freed_activations_arrive_whole(pools: Pools, planned_shapes: bool) -> None:
     pools[2].run(
-        "tests.megatron.execution_cases:stress_freed_memory",
+        execution_cases.stress_freed_memory,
         planned_shapes=planned_shapes,
         rounds=6,
         width=2000,
     )
 
 
-def test_planned_shapes_need_no_exchange(pools: Any) -> None:
-    assert pools[2].run("tests.megatron.execution_cases:count_exchanges", mode=PLANNED) == [0, 0]
-    assert all(
-        n > 0 for n in pools[2].run("tests.megatron.execution_cases:count_exchanges", mode=CHECKED)
-    )
+def test_planned_shapes_need_no_exchange(pools: Pools) -> None:
+    assert pools[2].run(execution_cases.count_exchanges, mode=PLANNED) == [0, 0]
+    assert all(n > 0 for n in pools[2].run(execution_cases.count_exchanges, mode=CHECKED))
 
 
-def test_a_stage_that_changes_the_shape_is_named_at_once(pools: Any) -> None:
-    message = pools[2].run("tests.megatron.execution_cases:wrong_shape")[0]
+def test_a_stage_that_changes_the_shape_is_named_at_once(pools: Pools) -> None:
+    message = pools[2].run(execution_cases.wrong_shape)[0]
     assert message == (
         "pipeline rank 0 sends to the next rank for F1.0: planned shape [6, 1, 4], real shape "
         "[5, 1, 4]; every chunk must keep the [s, b, h] that the plan gives, or planned shapes "
@@ -86,13 +89,13 @@ def test_a_stage_that_changes_the_shape_is_named_at_once(pools: Any) -> None:
     )
 
 
-def test_the_check_names_rank_op_and_both_shapes(pools: Any) -> None:
-    message = pools[2].run("tests.megatron.execution_cases:checked_against_a_liar")[1]
+def test_the_check_names_rank_op_and_both_shapes(pools: Pools) -> None:
+    message = pools[2].run(execution_cases.checked_against_a_liar)[1]
     assert "pipeline rank 1 receives from the previous rank for F2.0" in message
     assert "planned shape [7, 1, 4], real shape [5, 1, 4]" in message
 
 
-def test_an_older_megatron_exchanges_and_says_so_once(pools: Any) -> None:
-    for lines in pools[2].run("tests.megatron.execution_cases:without_communicator"):
+def test_an_older_megatron_exchanges_and_says_so_once(pools: Pools) -> None:
+    for lines in pools[2].run(execution_cases.without_communicator):
         assert len(lines) == 1
         assert "exchanged before every send" in lines[0]

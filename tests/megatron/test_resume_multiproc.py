@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.megatron import resume_cases
 from tests.support.launch import torchrun
+from tests.support.process_pool import Pools
 
 SHARDED: dict[str, Any] = {"ddp": {"use_distributed_optimizer": True}}
 NO_BIAS: dict[str, Any] = {"transformer": {"add_bias_linear": False}}
@@ -32,9 +34,11 @@ OTHER = {
 
 
 @pytest.mark.parametrize(("layout", "model", "cut"), SAME.values(), ids=SAME.keys())
-def test_a_rollback_is_exact(pools: Any, tmp_path: Path, layout: Any, model: Any, cut: int) -> None:
+def test_a_rollback_is_exact(
+    pools: Pools, tmp_path: Path, layout: Any, model: Any, cut: int
+) -> None:
     for found in pools[2].run(
-        "tests.megatron.resume_cases:resumed",
+        resume_cases.resumed,
         first=layout,
         second=layout,
         model=model,
@@ -48,10 +52,10 @@ def test_a_rollback_is_exact(pools: Any, tmp_path: Path, layout: Any, model: Any
 
 @pytest.mark.parametrize(("first", "second", "model"), OTHER.values(), ids=OTHER.keys())
 def test_another_layout_goes_on_alike(
-    pools: Any, tmp_path: Path, first: Any, second: Any, model: Any
+    pools: Pools, tmp_path: Path, first: Any, second: Any, model: Any
 ) -> None:
     for found in pools[2].run(
-        "tests.megatron.resume_cases:resumed",
+        resume_cases.resumed,
         first=first,
         second=second,
         model={**model, **NO_BIAS},
@@ -64,8 +68,8 @@ def test_another_layout_goes_on_alike(
         assert found["weights"][worst] < 1e-4, worst
 
 
-def test_what_is_refused_leaves_the_engine_as_it_was(pools: Any, tmp_path: Path) -> None:
-    for found in pools[2].run("tests.megatron.resume_cases:refused", path=str(tmp_path / "step")):
+def test_what_is_refused_leaves_the_engine_as_it_was(pools: Pools, tmp_path: Path) -> None:
+    for found in pools[2].run(resume_cases.refused, path=str(tmp_path / "step")):
         assert len(found["said"]) == 2
         assert "holds another model: " in found["said"][0]
         assert "(64, 32), the model wants (128, 32)" in found["said"][0]
@@ -73,8 +77,8 @@ def test_what_is_refused_leaves_the_engine_as_it_was(pools: Any, tmp_path: Path)
         assert found["intact"]
 
 
-def test_no_step_follows_a_load_that_failed(pools: Any, tmp_path: Path) -> None:
-    (said,) = pools[1].run("tests.megatron.resume_cases:failed_load", path=str(tmp_path / "step"))
+def test_no_step_follows_a_load_that_failed(pools: Pools, tmp_path: Path) -> None:
+    (said,) = pools[1].run(resume_cases.failed_load, path=str(tmp_path / "step"))
     assert len(said) == 2
     assert "could not be loaded to its end: 'param_groups'" in said[0]
     assert said[1].startswith("no step after a load that failed")

@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.megatron import stage_cases
+from tests.support import gpt_cases
+from tests.support.process_pool import Pools
+
 LENGTHS = (40, 3, 17, 64, 9, 22, 5, 31, 12, 50)
 TOLERANCE = 2e-6  # fp32 sums in another order; a wrong layer or scale is off by more than 1e-2
 PACKED = {"max_tokens_per_micro_batch": 80}
@@ -38,11 +42,11 @@ SPLITS: dict[str, tuple[dict[str, int], int, dict[str, Any], list[list[int]]]] =
 }
 
 
-def check(pools: Any, name: str, **arguments: Any) -> None:
+def check(pools: Pools, name: str, **arguments: Any) -> None:
     layout, num_layers, split, layers = SPLITS[name]
     world_size = layout["pp"] * layout.get("dp", 1)
     results = pools[world_size].run(
-        "tests.support.gpt_cases:planned_step",
+        gpt_cases.planned_step,
         layout=layout,
         lengths=LENGTHS,
         split=split,
@@ -66,23 +70,23 @@ def check(pools: Any, name: str, **arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_gradients_equal_the_reference(pools: Any, name: str) -> None:
+def test_gradients_equal_the_reference(pools: Pools, name: str) -> None:
     check(pools, name)
 
 
-def test_padded(pools: Any) -> None:
+def test_padded(pools: Pools) -> None:
     check(pools, "string", batching=PADDED)
 
 
 @pytest.mark.parametrize("name", ["string", "nothing in the middle"])
-def test_tied_embeddings(pools: Any, name: str) -> None:
+def test_tied_embeddings(pools: Pools, name: str) -> None:
     check(pools, name, tie_embeddings=True)
 
 
 @pytest.mark.parametrize(
     "ddp", [{}, {"use_distributed_optimizer": True}], ids=["plain", "distributed optimizer"]
 )
-def test_training_goes_on_under_another_split(pools: Any, ddp: Any, tmp_path: Path) -> None:
+def test_training_goes_on_under_another_split(pools: Pools, ddp: Any, tmp_path: Path) -> None:
     ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (VPP2, {WRITTEN: "E|t|tt|tL"}),
         (PP2, {FIRST: 3}),
@@ -91,7 +95,7 @@ def test_training_goes_on_under_another_split(pools: Any, ddp: Any, tmp_path: Pa
         (VPP2, {WRITTEN: "E|tt|tt|L"}),
     ]
     for results in pools[2].run(
-        "tests.megatron.stage_cases:resumed", ways=ways, directory=str(tmp_path / "step2"), ddp=ddp
+        stage_cases.resumed, ways=ways, directory=str(tmp_path / "step2"), ddp=ddp
     ):
         assert len(results) == len(ways) - 1
         for losses, weights in results:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.loss import loss_table
+from tests.loss import loss_cases, loss_table
 from tests.support.process_pool import WorkerPool
 
 NUM_STEPS = 50
@@ -30,7 +30,7 @@ RUNS = {
 
 def losses(pool: Any, run: Mapping[str, Any]) -> list[float]:
     """The loss of every step; all ranks report the same."""
-    results = pool.run("tests.loss.loss_cases:train", timeout_s=600, num_steps=NUM_STEPS, **run)
+    results = pool.run(loss_cases.train, num_steps=NUM_STEPS, **run)
     assert all(r["losses"] == results[0]["losses"] for r in results)
     assert results[0]["optimizer_steps"] == NUM_STEPS
     return results[0]["losses"]

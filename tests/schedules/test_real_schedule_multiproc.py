@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 from megatron_batching.schedules import PipelineSchedule, StageTimes, format_ops, simulate
 
+from tests.support.process_pool import Pools
+
 CASES = {
     "1f1b": {"pp": 2, "num_micro_batches": 5},
     "1f1b, all in warm-up": {"pp": 4, "num_micro_batches": 2},
@@ -75,11 +77,11 @@ def make_case(arguments: dict[str, Any], planned: bool, seconds: float) -> Any:
 @pytest.mark.parametrize("planned", [True, False], ids=["planned", "exchanged"])
 @pytest.mark.parametrize("arguments", CASES.values(), ids=CASES.keys())
 def test_real_schedule_runs_the_ops_in_order(
-    pools: Any, arguments: dict[str, Any], planned: bool
+    pools: Pools, arguments: dict[str, Any], planned: bool
 ) -> None:
     schedule = PipelineSchedule(**arguments)
     results = pools[schedule.pp].run(
-        "tests.schedules.test_real_schedule_multiproc:run_on_rank",
+        run_on_rank,
         arguments=arguments,
         planned=planned,
         seconds=0.0,
@@ -89,14 +91,14 @@ def test_real_schedule_runs_the_ops_in_order(
 
 
 @pytest.mark.parametrize("planned", [True, False], ids=["planned", "exchanged"])
-def test_no_real_step_is_shorter_than_simulated(pools: Any, planned: bool) -> None:
+def test_no_real_step_is_shorter_than_simulated(pools: Pools, planned: bool) -> None:
     """What the simulator has ranks wait for they do wait for: noise only adds to a sleep."""
     from megatron_batching.bench.paced_costs import Costs
 
     arguments = {"pp": 4, "vpp": 2, "num_micro_batches": 9, "group": 5}
     case = make_case(arguments, planned, seconds=0.04)
     results = pools[4].run(
-        "tests.schedules.test_real_schedule_multiproc:run_on_rank",
+        run_on_rank,
         arguments=arguments,
         planned=planned,
         seconds=0.04,
@@ -151,11 +153,13 @@ def run_in_simulated_order(arguments: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("arguments", CASES.values(), ids=CASES.keys())
-def test_real_ranks_wait_for_no_more_than_simulated(pools: Any, arguments: dict[str, Any]) -> None:
+def test_real_ranks_wait_for_no_more_than_simulated(
+    pools: Pools, arguments: dict[str, Any]
+) -> None:
     run = pools[arguments["pp"]].run
     assert all(
         run(
-            "tests.schedules.test_real_schedule_multiproc:run_in_simulated_order",
+            run_in_simulated_order,
             arguments=arguments,
         )
     )

@@ -7,16 +7,20 @@ wrong schedule hangs rather than fails) and the next case gets a fresh one.
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing as mp
 import os
+import pickle
 import socket
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Only a case that hangs waits so long; others may share the cores with whatever else runs.
-CASE_TIMEOUT_S = 600.0
+CASE_TIMEOUT_S = 900.0
 START_TIMEOUT_S = 600.0
 
 
@@ -28,17 +32,20 @@ class WorkerPool:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
-    def run(self, function: str, timeout_s: float = CASE_TIMEOUT_S, **kwargs: Any) -> list[Any]:
-        """Call `module:function` with `kwargs` on every rank; results in rank order.
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """Call a function with the same arguments on every rank; results in rank order.
+
+        Workers import it by name, so it must be one of a module's own, not a lambda or a closure.
 
         Raises:
             AssertionError: a rank raised (its traceback is the message) or ran out of time.
         """
+        timeout_s = CASE_TIMEOUT_S
         if not self._processes:
             self._start()
             timeout_s += START_TIMEOUT_S
         for pipe in self._pipes:
-            pipe.send((function, kwargs))
+            pipe.send((function, args, kwargs))
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         while len(results) + len(errors) < self.world_size:
@@ -60,7 +67,7 @@ class WorkerPool:
             rank = min(errors)
             raise AssertionError(f"rank {rank} of {self.world_size} raised:\n{errors[rank]}")
         missing = sorted(set(range(self.world_size)) - set(results))
-        assert not missing, f"ranks {missing} did not finish {function} within {timeout_s} s"
+        assert not missing, f"ranks {missing} did not end within {timeout_s} s: {function}"
         return [results[rank] for rank in range(self.world_size)]
 
     def stop(self) -> None:
@@ -87,6 +94,22 @@ class WorkerPool:
             self._pipes.append(ours)
 
 
+class Pools:
+    """One pool of workers per world size, started when first asked for."""
+
+    kind: type[WorkerPool] = WorkerPool
+
+    def __init__(self) -> None:
+        self._pools: dict[int, WorkerPool] = {}
+
+    def __getitem__(self, world_size: int) -> WorkerPool:
+        return self._pools.setdefault(world_size, self.kind(world_size))
+
+    def stop(self) -> None:
+        for pool in self._pools.values():
+            pool.stop()
+
+
 def _work(rank: int, world_size: int, port: int, pipe: Any) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -101,11 +124,11 @@ def _work(rank: int, world_size: int, port: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, kwargs = pipe.recv()
+            call = pipe.recv_bytes()
         except EOFError:
             return
         try:
-            module, name = function.split(":")
-            pipe.send((True, getattr(importlib.import_module(module), name)(**kwargs)))
+            function, args, kwargs = pickle.loads(call)  # imports the function's module
+            pipe.send((True, function(*args, **kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
