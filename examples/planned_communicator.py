@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron_batching.schedules import PipelineSchedule
 
 from megatron_batching.megatron import ModelConfig, build_model, initialize, run_schedule, shut_down
 from megatron_batching.plan import Layout
+from megatron_batching.schedules import PipelineSchedule
 
 VOCABULARY = 256
 WIDTHS = (96, 31, 64, 17)  # tokens of each micro-batch: one row, no padding

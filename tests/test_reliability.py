@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_batching.schedules.files import read_json, write_text, write_whole
 
 from megatron_batching.data import (
     MicroBatchFeed,
@@ -32,6 +31,7 @@ from megatron_batching.plan import (
     plan_mini_batch,
     uniform_cost_model,
 )
+from megatron_batching.schedules.files import read_json, write_text, write_whole
 from tests.programs.fuzz import KINDS, check_plan, fuzz
 
 QUADRATIC = uniform_cost_model(Layout(), per_token=0.0, per_pair=1.0)

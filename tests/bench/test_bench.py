@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_batching.schedules import Event, Op, Timeline
 
 from megatron_batching.bench.calibrate import calibration_rows
 from megatron_batching.bench.fit import Link, fit_cost_model, fit_stage, read_link, write_cost_file
@@ -42,6 +41,7 @@ from megatron_batching.plan import (
     plan_mini_batch,
     verl_cost_model,
 )
+from megatron_batching.schedules import Event, Op, Timeline
 
 LENGTHS = (400, 30, 170, 64, 90, 220, 50, 310, 120, 45, 77, 260)
 LAYOUT = Layout(pp=2, vpp=2, dp=2)

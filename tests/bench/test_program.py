@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_batching.schedules.files import check_file, check_folder, write_text
 
 from megatron_batching.bench.outputs import Outputs
 from megatron_batching.bench.simulate import run_timeline
 from megatron_batching.plan import BatchingOptions, Layout, plan_mini_batch
 from megatron_batching.program import INTERRUPTED
+from megatron_batching.schedules.files import check_file, check_folder, write_text
 
 LIMIT_S = 120.0  # of what takes a second on an idle machine
 PLAN = ["plan", "@azure_code:64", "--pp=2", "--max-tokens=9000", "--json"]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron_batching.schedules import PipelineSchedule, StageTimes, legal_groups
 
 from megatron_batching.bench.paced_model import (
     PacedStep,
@@ -24,6 +23,7 @@ from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
 from megatron_batching.megatron.parallel import Placement, initialize
 from megatron_batching.plan import BatchingOptions, Layout
+from megatron_batching.schedules import PipelineSchedule, StageTimes, legal_groups
 
 COMMUNICATION = {
     "overlap": {"overlap_p2p_comm": True, "batch_p2p_comm": False},

@@ -6,11 +6,11 @@ import itertools
 
 import numpy as np
 from hypothesis import strategies as st
-from megatron_batching.schedules import simulate_many
 
 from megatron_batching.plan import BatchingOptions, CostModel, Layout
 from megatron_batching.plan.counts import is_legal, legal_count, open_groups
 from megatron_batching.plan.predict import COMMUNICATION, make_schedule
+from megatron_batching.schedules import simulate_many
 
 
 @st.composite

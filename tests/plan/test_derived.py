@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_batching.schedules import Communication
 
 from megatron_batching.plan import (
     BatchingOptions,
@@ -22,6 +21,7 @@ from megatron_batching.plan import (
 )
 from megatron_batching.plan.pack import Packer
 from megatron_batching.plan.planner import gather_items
+from megatron_batching.schedules import Communication
 
 PLANNED = {
     "packed, aligned": dict(max_tokens_per_micro_batch=640, align=32),

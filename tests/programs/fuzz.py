@@ -294,10 +294,9 @@ def fuzz_collate(rng: random.Random) -> None:
 
 def fuzz_json(rng: random.Random) -> None:
     """Plans, cost models and timelines as JSON: as written, with other values, cut or garbled."""
-    from megatron_batching.schedules import Timeline
-
     from megatron_batching.bench.recording import Recording
     from megatron_batching.bench.simulate import read_json, read_plan
+    from megatron_batching.schedules import Timeline
 
     layout = Layout(pp=2, vpp=rng.choice([1, 2]), dp=rng.choice([1, 2]))
     plan = plan_mini_batch(

@@ -28,13 +28,13 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from megatron_batching.schedules.files import write_text
 
 from megatron_batching.data import synthetic_mini_batch
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.megatron.config import OptimizerSettings
 from megatron_batching.megatron.parallel import initialize, shut_down
 from megatron_batching.plan import BatchingOptions, Layout, plan_mini_batch
+from megatron_batching.schedules.files import write_text
 from tests.support.gpt_cases import MODEL, SEED
 
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
+
 from megatron_batching.schedules import PipelineSchedule
 from megatron_batching.schedules.ops import virtual_micro_batches
-
 from tests.schedules.test_op_order import schedules
 
 megatron = pytest.importorskip(

@@ -17,8 +17,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from megatron_batching.schedules import PipelineSchedule, StageTimes, format_ops, simulate
 
+from megatron_batching.schedules import PipelineSchedule, StageTimes, format_ops, simulate
 from tests.support.process_pool import Pools
 
 CASES = {

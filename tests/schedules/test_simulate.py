@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from megatron_batching.schedules import (
     Communication,
     PipelineSchedule,
@@ -24,7 +25,6 @@ from megatron_batching.schedules import (
     simulate_many,
 )
 from megatron_batching.schedules.simulate import find_deadlock
-
 from tests.schedules.test_op_order import schedules
 
 NO_COST = Communication(blocking=False)

@@ -9,6 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from megatron_batching.bench.outputs import Outputs
+from megatron_batching.bench.simulate import (
+    run_simulate,
+    run_timeline,
+    simulate_plan,
+)
+from megatron_batching.bench.what_if import LayoutChoices, run_what_if, what_if
+from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan, plan_mini_batch
 from megatron_batching.schedules import (
     Event,
     Op,
@@ -21,15 +30,6 @@ from megatron_batching.schedules import (
     simulate,
     write_html,
 )
-
-from megatron_batching.bench.outputs import Outputs
-from megatron_batching.bench.simulate import (
-    run_simulate,
-    run_timeline,
-    simulate_plan,
-)
-from megatron_batching.bench.what_if import LayoutChoices, run_what_if, what_if
-from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan, plan_mini_batch
 
 LENGTHS = [700, 90, 1500, 320, 60, 980, 410, 230, 75, 1200, 640, 150, 880, 30, 510, 365]
 
