@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,3 +26,9 @@ def pools() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.stop()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Import what tests are made of only for a test: no docstring of it holds an example."""
+    is_test = collection_path.name.startswith("test_")
+    return True if collection_path.suffix == ".py" and not is_test else None

@@ -32,7 +32,8 @@ from megatron_batching.plan import (
     uniform_cost_model,
 )
 from megatron_batching.schedules.files import read_json, write_text, write_whole
-from tests.programs.fuzz import KINDS, check_plan, fuzz
+from tests.programs.fuzz.invariants import check_plan
+from tests.programs.fuzz.run import KINDS, fuzz
 
 QUADRATIC = uniform_cost_model(Layout(), per_token=0.0, per_pair=1.0)
 

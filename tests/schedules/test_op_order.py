@@ -20,6 +20,7 @@ from megatron_batching.schedules import (
     legal_groups,
     parse_ops,
 )
+from tests.schedules.schedule_cases import schedules
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_SCHEDULES = {
@@ -44,19 +45,6 @@ GOLDEN_SCHEDULES = {
 def as_text(schedule: PipelineSchedule) -> str:
     lines = (f"pp{rank}: {format_ops(schedule.ops(rank))}" for rank in range(schedule.pp))
     return "\n".join(lines) + "\n"
-
-
-@st.composite
-def schedules(draw: st.DrawFn, max_pp: int = 5, max_count: int = 12) -> PipelineSchedule:
-    """Any legal schedule of moderate size."""
-    pp = draw(st.integers(1, max_pp))
-    vpp = draw(st.integers(1, 3)) if pp > 1 else 1
-    count = draw(st.integers(1 if vpp == 1 else pp, max_count))
-    group = draw(st.sampled_from(legal_groups(count, pp, vpp))) if vpp > 1 else None
-    forward_only = draw(st.booleans())
-    return PipelineSchedule(
-        pp=pp, vpp=vpp, num_micro_batches=count, group=group, forward_only=forward_only
-    )
 
 
 @pytest.mark.parametrize("name", GOLDEN_SCHEDULES)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from megatron_batching.schedules import PipelineSchedule
 from megatron_batching.schedules.ops import virtual_micro_batches
-from tests.schedules.test_op_order import schedules
+from tests.schedules.schedule_cases import schedules
 
 megatron = pytest.importorskip(
     "megatron.core.pipeline_parallel.schedules", reason="megatron-core is not installed"

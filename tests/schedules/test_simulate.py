@@ -25,7 +25,7 @@ from megatron_batching.schedules import (
     simulate_many,
 )
 from megatron_batching.schedules.simulate import find_deadlock
-from tests.schedules.test_op_order import schedules
+from tests.schedules.schedule_cases import schedules
 
 NO_COST = Communication(blocking=False)
 
