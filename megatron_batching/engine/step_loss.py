@@ -33,7 +33,12 @@ from megatron_batching.loss import (
 )
 from megatron_batching.loss.metrics import MetricKind, finish, join_rows, micro_batch_row
 from megatron_batching.megatron import auxiliary
-from megatron_batching.megatron.model import PipelineModel, data_parallel_group, unwrap
+from megatron_batching.megatron.model import (
+    PipelineModel,
+    data_parallel_group,
+    keeps_dtype_on_request,
+    unwrap,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +98,8 @@ class StepLoss:
             # Megatron 0.16 divides by the mask's sum; all ones, scaled by 0, where it would be 0.
             mask = batch.loss_mask if mtp_tokens else torch.ones_like(batch.loss_mask)
             arguments["loss_mask"] = mask
+        if self._starts_from_logits and keeps_dtype_on_request(chunk):
+            arguments["fp32_output"] = False
         output = chunk(**arguments)
         if torch.is_grad_enabled() and (config.num_moe_experts or config.mtp_num_layers):
             self._scale_auxiliary_losses(output, batch, mtp_tokens)
@@ -117,7 +124,19 @@ class StepLoss:
         return finish(self.kinds, row, counts=self.counts, aggregation=self.aggregation)
 
     @property
+    def _starts_from_logits(self) -> bool:
+        """Whether the model's output is its logits, which `token_log_probs` takes as they are."""
+        return not self.objective.reads_values and not self._model_computes_loss
+
+    @property
     def _model_computes_loss(self) -> bool:
+        """Whether Megatron's own loss, or a fused one, is called inside the model.
+
+        Passes that only collect start from logits, which takes a third of the memory; with MTP
+        layers Megatron needs labels.
+        """
+        if self.collect is not None and self.model.config.mtp_num_layers is None:
+            return False
         return (
             isinstance(self.objective, CrossEntropy)
             and self.objective.temperature == 1
@@ -142,7 +161,8 @@ class StepLoss:
             )
         if self.collect is not None:
             self._collect(batch, outputs)
-            return self.scaling.outputs(output.sum() * 0.0, batch.num_tokens, None)
+            nothing = torch.zeros((), device=output.device)
+            return self.scaling.outputs(nothing, batch.num_tokens, None)
         counted = batch.loss_mask > 0
         loss, values = self.objective(outputs, batch.fields, counted)
         loss = torch.where(counted, loss, torch.zeros_like(loss)).double()

@@ -144,7 +144,7 @@ class PolicyLoss:
 
     @property
     def needs_entropy(self) -> bool:
-        """Only for the bonus: it doubles the memory of the log-probabilities."""
+        """Only for the bonus: it costs one more pass over the logits, forward and backward."""
         return self.entropy_coefficient != 0
 
     @property

@@ -374,6 +374,18 @@ def unwrap(module: Any) -> GPTModel:
     return module
 
 
+def keeps_dtype_on_request(module: Any) -> bool:
+    """Whether `fp32_output=False` leaves a chunk's output in the model's dtype.
+
+    Megatron's `Float16Module` (0.16.1, 0.19.2) otherwise makes an fp32 copy of the logits.
+    """
+    while hasattr(module, "module"):
+        if isinstance(module, Float16Module):
+            return True
+        module = module.module
+    return False
+
+
 def data_parallel_group() -> torch.distributed.ProcessGroup:
     """The group over which token sums are added up: data- and context-parallel ranks."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from megatron_batching.data import synthetic_mini_batch
+from megatron_batching.engine import step_loss
 from megatron_batching.engine.pipeline import PipelineEngine
-from megatron_batching.loss import Metrics, token_log_probs
+from megatron_batching.loss import CrossEntropy, Metrics, log_probs, token_log_probs
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
 from megatron_batching.megatron.experts import tensor_parallel_group
 from megatron_batching.megatron.parallel import initialize
@@ -234,8 +236,13 @@ def log_prob_errors(
     return {"samples": list(found), "error": max(errors)}
 
 
-def log_probs_against_megatron() -> dict[str, float]:
+def log_probs_against_megatron(tokens_at_a_time: int) -> dict[str, float]:
     """Differences to Megatron's vocab-parallel cross entropy, with a vocabulary split in two."""
+    with mock.patch.object(log_probs, "CHUNK_ENTRIES", 8 * tokens_at_a_time):
+        return _differences_to_megatron()
+
+
+def _differences_to_megatron() -> dict[str, float]:
     initialize(Layout(tp=2), device="cpu")
     rank, generator = torch.distributed.get_rank(), torch.Generator().manual_seed(0)
     whole = 3 * torch.randn(2, 7, 16, generator=generator)
@@ -265,6 +272,38 @@ def log_probs_against_megatron() -> dict[str, float]:
     part = exact.grad[..., 8 * rank : 8 * rank + 8]
     differences["entropy_gradient"] = (ours.grad - part).abs().max().item()
     return differences
+
+
+def logits_dtypes(precision: str) -> dict[str, str]:
+    """In which dtype logits reach the loss, training and forward only, and the values' dtype."""
+    placement = initialize(Layout(), device="cpu")
+    engine = PipelineEngine(
+        model=ModelConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            vocab_size=64,
+            precision=precision,
+        ),
+        placement=placement,
+        batching=BatchingOptions(max_tokens_per_micro_batch=64),
+        objective=CrossEntropy(temperature=0.5),
+    )
+    seen: list[torch.Tensor] = []
+
+    def spy(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(logits)
+        return token_log_probs(logits, *args, **kwargs)
+
+    samples = synthetic_mini_batch([20, 30, 16], vocab_size=64, seed=0)
+    dtypes = {}
+    with mock.patch.object(step_loss, "token_log_probs", spy):
+        engine.forward_backward_batch(samples)
+        dtypes["training"] = str(seen[-1].dtype)
+        outputs = engine.log_prob_batch(samples)
+    dtypes["forward only"] = str(seen[-1].dtype)
+    dtypes["log-probabilities"] = str(outputs[0].log_probs.dtype)
+    return dtypes
 
 
 def train(

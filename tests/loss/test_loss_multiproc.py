@@ -316,9 +316,28 @@ def test_forward_only_log_probs_and_entropies(pools: Pools, layout: Any, kind: s
     assert all(r["samples"] == sorted(r["samples"]) for r in results)
 
 
-def test_log_probs_equal_megatrons_with_a_split_vocabulary(pools: Pools) -> None:
-    for differences in pools[2].run(loss_cases.log_probs_against_megatron):
+@pytest.mark.parametrize("tokens_at_a_time", [1, 3, 100])
+def test_log_probs_equal_megatrons_with_a_split_vocabulary(
+    pools: Pools, tokens_at_a_time: int
+) -> None:
+    for differences in pools[2].run(
+        loss_cases.log_probs_against_megatron, tokens_at_a_time=tokens_at_a_time
+    ):
         assert max(differences.values()) < 2e-6, differences
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")]
+)
+def test_logits_reach_the_loss_in_the_dtype_of_the_model(
+    pools: Pools, precision: str, dtype: str
+) -> None:
+    (found,) = pools[1].run(loss_cases.logits_dtypes, precision=precision)
+    assert found == {
+        "training": f"torch.{dtype}",
+        "forward only": f"torch.{dtype}",
+        "log-probabilities": "torch.float32",
+    }
 
 
 def test_optimizer_steps_follow_mini_batches(pools: Pools) -> None:
