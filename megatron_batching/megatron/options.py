@@ -39,6 +39,7 @@ OWNED = {
     "microbatch_group_size_per_vp_stage": "set layout.group; the plan chooses it for each step",
     "variable_seq_lengths": "it is on: micro-batches differ in length",
     "overlap_p2p_comm_warmup_flush": "run_schedule(prefetch=...) decides it",
+    "batch_p2p_sync": "planned shapes need none, and an exchange of shapes synchronizes anyway",
     "timers": "the step recorder takes its place",
     "barrier_with_L1_time": "the step recorder takes the place of Megatron's timers",
     "finalize_model_grads_func": "it is Megatron's finalize_model_grads",
@@ -166,7 +167,6 @@ NEEDS = (
     ("delay_offload_*", "fine_grained_activation_offloading"),
     ("fused_single_qkv_rope", "apply_rope_fusion"),
     ("clone_scatter_output_in_embedding", "sequence_parallel"),
-    ("batch_p2p_sync", "batch_p2p_comm"),
     ("rotary_interleaved", "position_embedding=rope"),
     ("no_rope_freq", "position_embedding=rope"),
     ("rotary_percent", "rope_type=rope"),
@@ -212,7 +212,6 @@ CUDA = (
     "enable_autocast",
     "fine_grained_activation_offloading",
     "gradient_accumulation_fusion",
-    "batch_p2p_sync",
     "persist_layer_norm",
 )
 

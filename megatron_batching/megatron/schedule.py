@@ -8,7 +8,14 @@ A megatron-core that accepts none runs as it is, and one log line says what that
 
 With planned shapes Megatron's `overlap_p2p_comm_warmup_flush` is on: the warm-up and the cool-down
 of an interleaved schedule post each receive one op ahead, so that ranks wait for data alone. With
-exchanged shapes each of these receives would wait for its shape, and the step take longer.
+exchanged shapes each of these receives would wait for its shape, and the step take longer. It stays
+off where the process group was made with a `device_id`: NCCL then has one communicator for a whole
+group instead of one for each pair of ranks, runs what a rank posts in that order, and a receive
+posted ahead of a send that the other end is waiting for would never end.
+
+Batched messages of planned shapes are not followed by a device synchronize either
+(`batch_p2p_sync`, there for an old fault of PyTorch's): their requests hold the stream up, and the
+host goes on.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -98,8 +106,12 @@ def run_schedule(
             _warn_about_exchange()
         planned_shapes = isinstance(communicator, PlannedP2PCommunicator)
         early = prefetch and planned_shapes and not check_shapes and config.overlap_p2p_comm
+        if early and _has_one_communicator():
+            _warn_about_one_communicator()
+            early = False
+        waits = config.batch_p2p_sync and not planned_shapes
         watching = contextlib.nullcontext() if timers is None else timers.watching()
-        with model.in_place(overlap_p2p_comm_warmup_flush=early), watching:
+        with model.in_place(overlap_p2p_comm_warmup_flush=early, batch_p2p_sync=waits), watching:
             reported = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=list(iterators) if layout.vpp > 1 else iterators[0],
@@ -184,6 +196,24 @@ def _warn_about_exchange() -> None:
     _LOG.warning(
         "this megatron-core takes no communicator from its caller (0.16 and later do): shapes are "
         "exchanged before every send, which costs an interleaved step 13 to 30% of its time"
+    )
+
+
+def _has_one_communicator() -> bool:
+    """Whether single messages of all pairs of ranks share NCCL's communicator of their group.
+
+    At pp 2 half of them go through the world's group (`_p2p_ops`, 0.16.1 and 0.19.2).
+    """
+    groups = (parallel_state.get_pipeline_model_parallel_group(), dist.group.WORLD)
+    return any(getattr(group, "bound_device_id", None) is not None for group in groups)
+
+
+@functools.cache
+def _warn_about_one_communicator() -> None:
+    _LOG.warning(
+        "the process group was made with a device_id, so NCCL keeps all messages of a group in one "
+        "order: no receive is posted ahead, which costs an interleaved step some of its time; make "
+        "the group without device_id to have it back"
     )
 
 
