@@ -23,13 +23,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron_batching.schedules import PipelineSchedule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
 from megatron_batching.megatron import cpu
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.plan import Layout
+from megatron_batching.schedules import PipelineSchedule
 
 
 class Half(NamedTuple):

@@ -11,11 +11,11 @@ import logging
 
 import pytest
 import torch
-from megatron_batching.schedules import PipelineSchedule, legal_groups
 
 from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
 from megatron_batching.megatron import schedule as schedule_module
 from megatron_batching.plan import Layout
+from megatron_batching.schedules import PipelineSchedule, legal_groups
 from tests.megatron.nccl_queues import Half, Post, Recorder, Wait, ends, fake_rank, record
 
 PIPELINES = [(2, 1), (4, 1), (2, 2), (4, 2), (4, 3), (6, 2)]
