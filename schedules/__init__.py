@@ -4,9 +4,11 @@ Stands on numpy alone. Start with `PipelineSchedule`, `StageTimes` and `simulate
 """
 
 from .bounds import lower_bound, lower_bound_any_partition
+from .deferral import Deferral
 from .draw import draw_png
 from .export import chrome_trace, draw_text, write_chrome_trace
-from .many import op_ends_many, simulate_many
+from .fill import Filling, fill_gaps
+from .many import op_ends_many, simulate_many, simulate_many_deferred
 from .ops import (
     Op,
     PipelineSchedule,
@@ -18,19 +20,16 @@ from .ops import (
 )
 from .page import write_html
 from .programs import Communication
-from .simulate import (
-    Idle,
-    ScheduleDeadlock,
-    Simulation,
-    StageTimes,
-    peak_tokens_in_flight,
-    simulate,
-)
+from .run import Idle, ScheduleDeadlock
+from .simulate import Simulation, peak_tokens_in_flight, simulate
 from .timeline import Event, Timeline, format_time, headline
+from .times import StageTimes
 
 __all__ = [
     "Communication",
+    "Deferral",
     "Event",
+    "Filling",
     "Idle",
     "Op",
     "PipelineSchedule",
@@ -41,6 +40,7 @@ __all__ = [
     "chrome_trace",
     "draw_png",
     "draw_text",
+    "fill_gaps",
     "format_ops",
     "format_time",
     "headline",
@@ -54,6 +54,7 @@ __all__ = [
     "peak_tokens_in_flight",
     "simulate",
     "simulate_many",
+    "simulate_many_deferred",
     "write_chrome_trace",
     "write_html",
 ]

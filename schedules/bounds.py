@@ -9,6 +9,11 @@ over orders is what a search is for.
 Notation: f[m, s] and b[m, s] are the forward and backward time of micro-batch m on virtual stage
 s = chunk * pp + r of rank r, S = pp * vpp; F[m] and B[m] their sums over s. A forward-only
 schedule has b = 0.
+
+Where weight gradients may run apart (`deferred`), b is the gradient of the input alone: a trip
+holds no weight gradient, and every proof goes through as it stands, since they only add work. Two
+bounds come on top, of a rank's work with its weight gradients but without what must follow it,
+since a weight gradient may be the last thing that a rank does.
 """
 
 from __future__ import annotations
@@ -16,24 +21,48 @@ from __future__ import annotations
 import numpy as np
 
 from .ops import PipelineSchedule
-from .simulate import FloatArray, StageTimes, check_times
+from .times import FloatArray, StageTimes, check_times
 
 
-def lower_bound(schedule: PipelineSchedule, times: StageTimes) -> float:
+def lower_bound(schedule: PipelineSchedule, times: StageTimes, *, deferred: bool = False) -> float:
     """A step time that no order of these micro-batches can beat: the best bound of this module.
 
     Args:
         schedule: the counts.
         times: [M, S].
+        deferred: weight gradients may run later than their backward, whenever and in any pieces.
 
     >>> schedule = PipelineSchedule(pp=2, num_micro_batches=2)
     >>> lower_bound(schedule, StageTimes.even(schedule, [1, 1], [2, 2]))
     9.0
+    >>> ones = np.ones((2, 2))
+    >>> apart = StageTimes(forward=ones, backward=2 * ones, weight_gradient=ones)
+    >>> lower_bound(schedule, apart, deferred=True)
+    7.0
     """
+    if deferred and not schedule.forward_only:
+        inputs = StageTimes(forward=times.forward, backward=times.input_gradient)
+        return max(lower_bound(schedule, inputs), all_work_bound(schedule, times))
     bounds = [trip_bound(schedule, times), rank_work_bound(schedule, times)]
     if not schedule.forward_only:
         bounds += [first_backward_bound(schedule, times), last_forward_bound(schedule, times)]
     return max(bounds)
+
+
+def all_work_bound(schedule: PipelineSchedule, times: StageTimes) -> float:
+    """max over r of max(head[r], ready[r] - early[r]) + work[r], weight gradients in work[r].
+
+    Proof. `rank_work_bound` and `first_backward_bound` without the tail; ready[r] takes the
+    gradients of inputs alone. A weight gradient follows a backward of its rank, so that none runs
+    before the first one.
+    """
+    forward, backward = _arrays(schedule, times)
+    ready = _ready(schedule, forward, times.input_gradient)
+    return max(
+        max(_head(forward, rank), ready[rank] - _longest(schedule, forward, rank))
+        + _work(schedule, forward, backward, rank)
+        for rank in range(schedule.pp)
+    )
 
 
 def trip_bound(schedule: PipelineSchedule, times: StageTimes) -> float:
@@ -86,10 +115,7 @@ def first_backward_bound(schedule: PipelineSchedule, times: StageTimes) -> float
     in `rank_work_bound`.
     """
     forward, backward = _arrays(schedule, times)
-    ready = [
-        float((forward.sum(axis=1) + backward[:, stage + 1 :].sum(axis=1)).min())
-        for stage in _last_chunk_stages(schedule)
-    ]
+    ready = _ready(schedule, forward, backward)
     return max(
         ready[rank]
         + _work(schedule, forward, backward, rank)
@@ -124,7 +150,12 @@ def last_forward_bound(schedule: PipelineSchedule, times: StageTimes) -> float:
 
 
 def lower_bound_any_partition(
-    schedule: PipelineSchedule, samples: StageTimes, fixed: StageTimes, dummies: bool = True
+    schedule: PipelineSchedule,
+    samples: StageTimes,
+    fixed: StageTimes,
+    dummies: bool = True,
+    *,
+    deferred: bool = False,
 ) -> float:
     """A step time that no partition of the samples into this many micro-batches can beat.
 
@@ -135,6 +166,7 @@ def lower_bound_any_partition(
         samples: [N, S] what each sample adds.
         fixed: [1, S] what any micro-batch takes, even an empty one.
         dummies: micro-batches without samples are allowed.
+        deferred: see `lower_bound`.
 
     Proof. Each sample is in some micro-batch, whose trip (`trip_bound`) takes at least that
     sample's and the fixed times together; every other sample lengthens the trip, if it shares the
@@ -149,6 +181,22 @@ def lower_bound_any_partition(
     """
     forward, backward = samples.forward, samples.backward
     base_forward, base_backward = fixed.forward, fixed.backward
+    if deferred and not schedule.forward_only:
+        without = [
+            StageTimes(forward=part.forward, backward=part.input_gradient)
+            for part in (samples, fixed)
+        ]
+        count = schedule.num_micro_batches
+        least = base_forward if dummies else base_forward + forward
+        return max(
+            lower_bound_any_partition(schedule, without[0], without[1], dummies),
+            *(
+                _head(least, rank)
+                + count * _work(schedule, base_forward, base_backward, rank)
+                + _work(schedule, forward, backward, rank)
+                for rank in range(schedule.pp)
+            ),
+        )
     if schedule.forward_only:
         backward, base_backward = np.zeros_like(backward), np.zeros_like(base_backward)
     expected = (1, schedule.num_virtual_stages)
@@ -200,6 +248,14 @@ def _work(
     schedule: PipelineSchedule, forward: FloatArray, backward: FloatArray, rank: int
 ) -> float:
     return float((forward + backward)[:, rank :: schedule.pp].sum())
+
+
+def _ready(schedule: PipelineSchedule, forward: FloatArray, backward: FloatArray) -> list[float]:
+    """For each rank the earliest time at which its first backward can begin."""
+    return [
+        float((forward.sum(axis=1) + backward[:, stage + 1 :].sum(axis=1)).min())
+        for stage in _last_chunk_stages(schedule)
+    ]
 
 
 def _longest(schedule: PipelineSchedule, times: FloatArray, rank: int) -> float:

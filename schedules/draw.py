@@ -1,9 +1,9 @@
 """Pictures of timelines: PNG, SVG or PDF, one row a rank.
 
 Every rank is a white bar on grey; ops are painted on it, so what stays white is bubble and meets
-the eye at once. Forwards are blue and backwards orange (Okabe and Ito's palette, told apart with
-any colour vision), later chunks lighter. Boxes, not markers or lines: areas then compare as
-time does.
+the eye at once. Forwards are blue, backwards orange, weight gradients that run apart green (Okabe
+and Ito's palette, told apart with any colour vision), later chunks lighter. Boxes, not markers or
+lines: areas then compare as time does.
 
 matplotlib is imported when a picture is drawn, not before: planning needs numpy alone.
 """
@@ -16,18 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from .files import write_whole
+from .ops import KIND_NAMES, Kind
 from .timeline import Event, Timeline, as_timelines, headline
 
-FORWARD = (0.0, 0.447, 0.698)
-BACKWARD = (0.902, 0.624, 0.0)
+COLOURS: dict[Kind, tuple[float, float, float]] = {
+    "F": (0.0, 0.447, 0.698),
+    "B": (0.902, 0.624, 0.0),
+    "W": (0.0, 0.62, 0.451),
+}
 PANEL, EDGE = "#d9d9d9", "#333333"
 ROW_HEIGHT = 0.78
 PICTURES = ("png", "svg", "pdf")
 
 
-def chunk_colour(kind: str, chunk: int, num_chunks: int) -> tuple[float, float, float]:
+def chunk_colour(kind: Kind, chunk: int, num_chunks: int) -> tuple[float, float, float]:
     """RGB in [0, 1] of an op's box: the later the chunk, the lighter."""
-    red, green, blue = FORWARD if kind == "F" else BACKWARD
+    red, green, blue = COLOURS[kind]
     mix = 0.55 * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
     return (red + (1 - red) * mix, green + (1 - green) * mix, blue + (1 - blue) * mix)
 
@@ -169,7 +173,7 @@ def _draw_legend(figure: Any, timelines: Sequence[Timeline]) -> None:
             edgecolor=EDGE,
             label=name if chunks == 1 else f"{name}, chunk {chunk}",
         )
-        for kind, name in (("F", "forward"), ("B", "backward"))
+        for kind, name in KIND_NAMES.items()
         if kind in kinds
         for chunk in range(chunks)
     ]

@@ -13,20 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from .files import write_text
+from .ops import KIND_NAMES, Kind
 from .timeline import Event, Timeline, as_timelines, headline
 
 BUBBLE = "."
+FILLERS: dict[Kind, str] = {"F": ">", "B": "<", "W": "="}
 _MICROSECONDS = 1e6
 
 
 def draw_text(timelines: Timeline | Sequence[Timeline], width: int = 100) -> str:
     """The timelines above one another on one time axis, in `width` columns.
 
-    A forward is its micro-batch's number and `>`, a backward its number and `<`, a bubble dots.
+    A forward is its micro-batch's number and `>`, a backward its number and `<`, a weight gradient
+    that runs apart its number and `=`, a bubble dots.
     Ops narrower than a column show only when they fill most of it.
 
     >>> from .ops import PipelineSchedule
-    >>> from .simulate import StageTimes, simulate
+    >>> from .simulate import simulate
+    >>> from .times import StageTimes
     >>> schedule = PipelineSchedule(pp=2, num_micro_batches=2)
     >>> simulation = simulate(schedule, StageTimes.even(schedule, [1, 1], [2, 2]))
     >>> print(draw_text(simulation.timeline("1F1B"), width=32))
@@ -55,7 +59,7 @@ def _cells(events: Sequence[Event], columns: int, column_time: float) -> list[st
     for event in sorted(events, key=lambda event: event.start_s):
         first = round(event.start_s / column_time)
         past = round(event.end_s / column_time)
-        filler = ">" if event.op.kind == "F" else "<"
+        filler = FILLERS[event.op.kind]
         text = str(event.op.micro_batch).ljust(past - first, filler)[: max(0, past - first)]
         if len(text) < len(str(event.op.micro_batch)):
             text = filler * len(text)
@@ -83,7 +87,7 @@ def chrome_trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
         events += [
             {
                 "name": str(event.op),
-                "cat": "forward" if event.op.kind == "F" else "backward",
+                "cat": KIND_NAMES[event.op.kind],
                 "ph": "X",
                 "ts": event.start_s * _MICROSECONDS,
                 "dur": event.duration_s * _MICROSECONDS,

@@ -27,7 +27,8 @@ import numpy.typing as npt
 
 from .ops import Op, PipelineSchedule
 from .programs import Communication, CommunicationShape, PipelineMessage, Post, programs
-from .simulate import FloatArray, ScheduleDeadlock, check_tokens, find_deadlock
+from .run import ScheduleDeadlock, find_deadlock
+from .times import FloatArray, check_tokens
 
 IntArray = npt.NDArray[np.intp]
 BLOCK_VALUES = 1 << 17  # floats of node values held at once: 1 MB, to stay in the cache
@@ -75,6 +76,57 @@ def op_ends_many(
 ) -> FloatArray:
     """[C, pp, ops a rank] end of every op: `simulate(...).end` of every candidate."""
     return _op_ends(schedule, forward, backward, communication, tokens, last_only=False)
+
+
+def simulate_many_deferred(
+    schedule: PipelineSchedule,
+    forward: FloatArray,
+    backward: FloatArray,
+    weight_gradient: FloatArray,
+    communication: Communication | None = None,
+    tokens: npt.NDArray[np.int64] | None = None,
+) -> FloatArray:
+    """[C] step time of every candidate if weight gradients filled gaps as sand does.
+
+    No deferral of finite pieces under a limit is faster than that; the best one is close to it (see
+    `fill_gaps`). Backwards compute the gradient of the input, and a rank's weight gradients run
+    whenever it would stand still. What a rank has left after its last op i = n is the most that
+    arrived late: with W[i] the weight gradients made by its first i ops and G[i] the gaps before
+    them, the maximum over i of (W[n] - W[i - 1]) - (G[n] - G[i]).
+
+    Args:
+        schedule: the order of forwards and backwards, the same for all candidates.
+        forward: [C, M, S] time of each micro-batch on each virtual stage.
+        backward: [C, M, S], the gradient of the weights included.
+        weight_gradient: [C, M, S], the part that may run later.
+        communication: how ranks exchange tensors.
+        tokens: [C, M]; needed with a finite bandwidth.
+
+    Raises:
+        ValueError: shapes do not fit, or Megatron would swap messages.
+        ScheduleDeadlock: no rank can go on.
+
+    >>> schedule = PipelineSchedule(pp=2, num_micro_batches=2)
+    >>> ones = np.ones((1, 2, 2))
+    >>> simulate_many_deferred(schedule, ones, 2 * ones, ones)
+    array([7.])
+    """
+    inputs = np.asarray(backward, np.float64) - weight_gradient
+    ends = op_ends_many(schedule, forward, inputs, communication, tokens)
+    step = np.zeros(len(ends))
+    for rank in range(schedule.pp):
+        ops = schedule.ops(rank)
+        rows = [op.micro_batch for op in ops]
+        columns = [schedule.stage(op, rank) for op in ops]
+        is_forward = np.array([op.kind == "F" for op in ops])
+        lasts = np.where(is_forward, forward[:, rows, columns], inputs[:, rows, columns])
+        made = np.where(is_forward, 0.0, weight_gradient[:, rows, columns])
+        end = ends[:, rank]
+        gaps = np.cumsum(end - lasts - np.pad(end[:, :-1], ((0, 0), (1, 0))), axis=1)
+        arrived = np.cumsum(made, axis=1)
+        late = (gaps - arrived + made).max(axis=1) + arrived[:, -1] - gaps[:, -1]
+        step = np.maximum(step, end[:, -1] + np.maximum(late, 0.0))
+    return step
 
 
 def _op_ends(

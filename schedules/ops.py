@@ -18,16 +18,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-Kind = Literal["F", "B"]
-_OP = re.compile(r"([FB])(\d+)\.(\d+)")
+Kind = Literal["F", "B", "W"]
+KIND_NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "W": "weight gradient"}
+_OP = re.compile(r"([FBW])(\d+)\.(\d+)")
 
 
 class Op(NamedTuple):
-    """One forward or backward of one micro-batch through one chunk.
+    """One forward (F), backward (B) or weight gradient (W) of a micro-batch through one chunk.
 
-    Written `F3.1`: the forward of micro-batch 3 through chunk 1.
+    Written `F3.1`: the forward of micro-batch 3 through chunk 1. A backward holds the weight
+    gradient, unless that is deferred (`Deferral`); a W is then the whole of it or a piece.
 
     >>> str(Op("F", 3, 1)), Op.parse("B0.2")
     ('F3.1', Op(kind='B', micro_batch=0, chunk=2))
@@ -45,9 +47,12 @@ class Op(NamedTuple):
         """The op written as `text`; ValueError when it is not one."""
         match = _OP.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"op is {text!r}: write F or B, micro-batch, dot, chunk, such as F3.1")
+            raise ValueError(
+                f"op is {text!r}: write F, B or W, micro-batch, dot, chunk, such as F3.1"
+            )
+        kind: Any
         kind, micro_batch, chunk = match.groups()
-        return cls("F" if kind == "F" else "B", int(micro_batch), int(chunk))
+        return cls(kind, int(micro_batch), int(chunk))
 
 
 def format_ops(ops: tuple[Op, ...]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from .draw import chunk_colour
 from .files import write_text
+from .ops import KIND_NAMES
 from .timeline import Timeline, as_timelines, headline
 
 
@@ -38,8 +39,10 @@ def write_html(timelines: Timeline | Sequence[Timeline], path: str | Path) -> Pa
         "timelines": [_as_values(timeline) for timeline in shown],
         "colours": {
             kind: [_hex(chunk_colour(kind, chunk, chunks)) for chunk in range(chunks)]
-            for kind in "FB"
+            for kind in KIND_NAMES
+            if any(event.op.kind == kind for timeline in shown for event in timeline.events)
         },
+        "kinds": KIND_NAMES,
     }
     # "<" written as an escape cannot end the script element
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
@@ -241,7 +244,7 @@ function hover(event) {
   const [, start, end, kind, microBatch, chunk, samples, tokens, dummy] = box.op;
   const time = v => Number(v.toPrecision(5)) + " " + box.unit;
   tip.textContent = [
-    (kind === "F" ? "forward" : "backward") + " of micro-batch " + microBatch + ", chunk " + chunk
+    data.kinds[kind] + " of micro-batch " + microBatch + ", chunk " + chunk
       + (dummy ? " (dummy)" : ""),
     samples === null ? "" : samples + (samples === 1 ? " sample" : " samples"),
     tokens === null ? "" : tokens + " tokens",
@@ -288,10 +291,9 @@ button.addEventListener("click", () => {
   button.textContent = overlay ? "one above the other" : "lay over one another";
   draw();
 });
-const chunks = data.colours.F.length;
-const keys = [["F", "forward"], ["B", "backward"]].flatMap(([kind, name]) =>
-  data.colours[kind].map((colour, chunk) =>
-    [colour, chunks > 1 ? name + ", chunk " + chunk : name]));
+const keys = Object.entries(data.colours).flatMap(([kind, colours]) =>
+  colours.map((colour, chunk) =>
+    [colour, data.kinds[kind] + (colours.length > 1 ? ", chunk " + chunk : "")]));
 keys.push(["#fff", "bubble"]);
 document.getElementById("keys").append(...keys.map(([colour, name]) => {
   const key = document.createElement("span"), box = document.createElement("i");

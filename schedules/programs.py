@@ -16,8 +16,9 @@ Followed line by line are `forward_backward_pipelining_without_interleaving` and
 `..._with_interleaving` with `P2PCommunicator._communicate` (0.16.1; 0.19.2 differs by
 `wait_for_sends`):
 
-- 1F1B: every call waits for all that it sends and receives. Steady state pairs "send the
-  activation, receive a gradient" and "send the gradient, receive an activation".
+- 1F1B: every call waits for all that it sends and receives (with `overlap_sends`, for all that it
+  receives). Steady state pairs "send the activation, receive a gradient" and "send the gradient,
+  receive an activation".
 - interleaved, `overlap_p2p_comm`: the warm-up and the cool-down wait as in 1F1B (unless
   `overlap_p2p_comm_warmup_flush`, which posts receives one op ahead); in steady state a rank posts,
   and waits for a receive before the next forward (backward), for a send after the next one is
@@ -61,6 +62,8 @@ class Communication:
             copy to the host.
         overlap: Megatron's `overlap_p2p_comm`; interleaved only.
         overlap_warmup_flush: Megatron's `overlap_p2p_comm_warmup_flush`; needs `overlap`.
+        overlap_sends: 1F1B waits for a send once the next one in its direction is posted, and not
+            at once. Megatron's own calls wait at once.
         wait_for_sends: interleaved with overlap, each forward's send is waited for at once, as
             0.19.2 does with `deallocate_pipeline_outputs` and a communicator of its own.
         blocking: False leaves all of the above out but transfer times: ranks wait only for the
@@ -74,6 +77,7 @@ class Communication:
     shape_latency: float = 0.0
     overlap: bool = True
     overlap_warmup_flush: bool = False
+    overlap_sends: bool = False
     wait_for_sends: bool = False
     blocking: bool = True
 
@@ -97,6 +101,7 @@ class Communication:
             self.planned_shapes,
             self.overlap,
             self.overlap_warmup_flush,
+            self.overlap_sends,
             self.wait_for_sends,
             self.blocking,
         )
@@ -115,6 +120,7 @@ class CommunicationShape(NamedTuple):
     planned_shapes: bool
     overlap: bool
     overlap_warmup_flush: bool
+    overlap_sends: bool
     wait_for_sends: bool
     blocking: bool
 
@@ -185,6 +191,7 @@ class _Builder:
         self.pp, self.vpp = schedule.pp, schedule.vpp
         self.is_first, self.is_last = rank == 0, rank == schedule.pp - 1
         self.program: list[Instruction] = []
+        self.sending: dict[str, PipelineMessage | None] = {}  # by direction, under overlap_sends
 
     def input_of(self, op: Op) -> PipelineMessage | None:
         """The message that an op needs; None when its input is made on this rank."""
@@ -235,8 +242,19 @@ class _Builder:
             self.post(shape_sends, shape_receives)
             self.wait([m for m, _ in shape_sends], [m for m, _ in shape_receives], not wait)
         self.post(sends_here, receives)
-        if wait:
+        if wait and self.shape.overlap_sends and self.vpp == 1:
+            for direction, message in (("next", send_next), ("prev", send_prev)):
+                if message is not None:
+                    self.wait_for_send(direction)
+                    self.sending[direction] = message
+            self.wait([], [m for m, _ in receives])
+        elif wait:
             self.wait([m for m, _ in sends_here], [m for m, _ in receives])
+
+    def wait_for_send(self, direction: str) -> None:
+        """Wait for the last send in a direction, if there is one."""
+        message = self.sending.pop(direction, None)
+        self.wait([] if message is None else [message], [])
 
     def data_only(self) -> None:
         """All receives posted beforehand; a rank waits for its inputs alone."""
@@ -285,6 +303,8 @@ class _Builder:
             self.call(recv_next=self.input_of(backward))
             self.program.append(backward)
             self.call(send_prev=self.output_of(backward))
+        self.wait_for_send("next")
+        self.wait_for_send("prev")
 
 
 class _Interleaved:

@@ -24,7 +24,7 @@ from megatron_batching.schedules import (
     simulate,
     simulate_many,
 )
-from megatron_batching.schedules.simulate import find_deadlock
+from megatron_batching.schedules.run import find_deadlock
 from tests.schedules.schedule_cases import schedules
 
 NO_COST = Communication(blocking=False)
