@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,27 @@ PLAN = ["plan", "@azure_code:64", "--pp=2", "--max-tokens=9000", "--json"]
 
 def start(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "megatron_batching", *arguments]
+    return popen(command, **{"stdout": subprocess.PIPE, **kwargs})
+
+
+def popen(
+    command: list[str],
+    *,
+    stdout: Any = None,
+    on_interrupt: signal.Handlers = signal.SIG_DFL,
+    before: Callable[[], None] = lambda: None,
+) -> subprocess.Popen[str]:
+    """Start a process that answers interrupts as told, whatever the tests themselves do.
+
+    A shell starts its background jobs with interrupts ignored, and children inherit that.
+    """
+
+    def prepare() -> None:
+        signal.signal(signal.SIGINT, on_interrupt)
+        before()
+
     return subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, **{"stdout": subprocess.PIPE, **kwargs}
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, preexec_fn=prepare
     )
 
 
@@ -81,7 +101,7 @@ def fill(partial):
     open({str(pipe)!r}).read()
 write_whole({str(page)!r}, fill)
 """
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    process = popen([sys.executable, "-c", script])
     with pipe.open("w"):
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=LIMIT_S)
@@ -91,10 +111,7 @@ write_whole({str(page)!r}, fill)
 
 
 def test_a_command_that_was_started_to_ignore_interrupts_does_so(pipe: Path) -> None:
-    def ignore() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    process = start("plan", str(pipe), "--micro-batch-size=1", preexec_fn=ignore)
+    process = start("plan", str(pipe), "--micro-batch-size=1", on_interrupt=signal.SIG_IGN)
     with pipe.open("w") as lengths:
         process.send_signal(signal.SIGINT)
         lengths.write("7\n")
@@ -126,7 +143,7 @@ def test_a_reader_that_left_is_no_error_to_report(samples: int) -> None:
 
 
 def test_closed_output_is_an_error() -> None:
-    process = start(*PLAN, stdout=None, preexec_fn=lambda: os.close(1))
+    process = start(*PLAN, stdout=None, before=lambda: os.close(1))
     _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert said.startswith("error: standard output is closed") and said.count("\n") == 1
