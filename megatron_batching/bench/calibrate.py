@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -32,6 +32,11 @@ from megatron_batching.megatron.config import world_size_from_environment
 from megatron_batching.plan import CostModel, Layout, padded_lengths
 from megatron_batching.plan.cost_quality import held_out_warning
 from megatron_batching.schedules.files import check_file, read_json
+
+if TYPE_CHECKING:
+    from megatron_batching.bench.compute import GptCompute
+    from megatron_batching.bench.methods import Method
+    from megatron_batching.engine.pipeline import PipelineEngine
 
 LADDER_STEPS = 8  # sizes of micro-batches, from LEAST_SHARE of the cap up to it
 LEAST_SHARE = 0.05
@@ -102,16 +107,13 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
             "mini-batches that it has not seen"
         )
     console = _console()
-    world_size = world_size_from_environment()
     layout, trace = config.layouts[0], config.traces[0]
     config = replace(config, compute="model", layouts=[layout])
-    config.check(world_size)
+    config.check(world_size_from_environment())
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    from megatron_batching.bench.compute import GptCompute, build_engine
+    from megatron_batching.bench.compute import build_engine
     from megatron_batching.bench.machine import machine
-    from megatron_batching.bench.methods import Method
     from megatron_batching.megatron.parallel import initialize, shut_down
-    from megatron_batching.plan import BatchingOptions, plan_from_rows
 
     placement = initialize(
         layout,
@@ -122,20 +124,10 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
     check_memory(config.model, layout, [trace.max_tokens], placement.device)
     on_rank_zero(lambda: check_file(output, "--output"))
     engine = build_engine(config, placement)
-    options = BatchingOptions(max_tokens_per_micro_batch=trace.max_tokens, align=config.align)
-    multiple = layout.pp if layout.vpp > 1 else 1
-    lengths, rows = calibration_rows(trace.max_tokens, config.align, multiple)
-    everywhere = [
-        [[i + replica * len(lengths) for i in row] for row in rows] for replica in range(layout.dp)
-    ]
-    plan = plan_from_rows(lengths * layout.dp, layout, options, everywhere)
-    method = Method(name="calibration", plan=plan, planned_shapes=True)
-    compute = GptCompute(config, engine, lengths * layout.dp)
-    found, after_s, _ = _record(compute, method, config.repeats)
+    found, after_s = _record_ladder(engine, config)
     model, fits = fit_cost_model(found)
     link = measure_link(engine, after_s)
     console.print(_describe_link(link))
-
     errors = _hold_out(engine, config, held_out, model, link, console)
     about = {
         "layout": {k: v for k, v in asdict(layout).items() if v is not None},
@@ -148,8 +140,28 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
     shut_down()
 
 
+def _record_ladder(engine: PipelineEngine, config: BenchConfig) -> tuple[list[Recording], float]:
+    """Run micro-batches of all sizes: recordings, and the seconds after a step's last op."""
+    from megatron_batching.bench.compute import GptCompute
+    from megatron_batching.bench.methods import Method
+    from megatron_batching.plan import BatchingOptions, plan_from_rows
+
+    layout, cap = config.layouts[0], config.traces[0].max_tokens
+    options = BatchingOptions(max_tokens_per_micro_batch=cap, align=config.align)
+    multiple = layout.pp if layout.vpp > 1 else 1
+    lengths, rows = calibration_rows(cap, config.align, multiple)
+    everywhere = [
+        [[i + replica * len(lengths) for i in row] for row in rows] for replica in range(layout.dp)
+    ]
+    plan = plan_from_rows(lengths * layout.dp, layout, options, everywhere)
+    method = Method(name="calibration", plan=plan, planned_shapes=True)
+    compute = GptCompute(config, engine, lengths * layout.dp)
+    found, after_s, _ = _record(compute, method, config.repeats)
+    return found, after_s
+
+
 def _hold_out(
-    engine: Any,
+    engine: PipelineEngine,
     config: BenchConfig,
     held_out: int,
     model: CostModel,
@@ -196,30 +208,28 @@ def _console() -> Console:
     return console
 
 
-def predicted_step(method: Any, model: CostModel, link: Link) -> float:
+def predicted_step(method: Method, model: CostModel, link: Link) -> float:
     """Seconds that the simulator foretells."""
     from megatron_batching.bench.measure import predict
 
-    return float(predict(method, model, link)[1]["predicted_s"])
+    return predict(method, model, link)[1].step_s
 
 
-def _record(compute: Any, method: Any, repeats: int) -> tuple[list[Recording], float, float]:
+def _record(
+    compute: GptCompute, method: Method, repeats: int
+) -> tuple[list[Recording], float, float]:
     """Recordings, seconds after the last op, and the median step; the first step warms up."""
     import torch.distributed as dist
 
     from megatron_batching.bench.gather import clock_offset, gather
 
     offset = clock_offset(compute.device)
-    features = [
-        [tuple(f) for f in method.plan.features(replica.dp_rank).tolist()]
-        for replica in method.plan.replicas
-    ]
     recordings, after, steps = [], [], []
     for repeat in range(repeats + 1):
         dist.barrier()
         step = compute.run(method)
         recording = gather(
-            step.events, step.messages, offset=offset, title=method.name, features=features
+            step.events, step.messages, offset=offset, title=method.name, features=method.features()
         )
         if repeat:
             recordings.append(recording)
@@ -228,7 +238,7 @@ def _record(compute: Any, method: Any, repeats: int) -> tuple[list[Recording], f
     return recordings, statistics.median(after), statistics.median(steps)
 
 
-def measure_link(engine: Any, after_s: float) -> Link:
+def measure_link(engine: PipelineEngine, after_s: float) -> Link:
     """Latency and bandwidth between neighbouring pipeline ranks; all ranks together."""
     import torch
     import torch.distributed as dist

@@ -51,13 +51,15 @@ class Step:
         seconds: how long it took; the slowest rank counts.
         events: this rank's ops.
         messages: this rank's messages.
-        result: what must not depend on the method: (loss, gradient norm) of a GPT.
+        loss: of a GPT; it must not depend on the method.
+        grad_norm: of a GPT; it must not depend on the method.
     """
 
     seconds: float
     events: tuple[Event, ...]
     messages: StepMessages
-    result: tuple[float, ...] = ()
+    loss: float | None = None
+    grad_norm: float | None = None
 
 
 class PacedCompute:
@@ -89,10 +91,9 @@ class PacedCompute:
     def _model(self) -> Any:
         return build_paced_model(self.placement)
 
-    def warm_up(self, method: Method) -> dict[str, float]:
+    def warm_up(self, method: Method) -> None:
         """Run once without sleeping."""
         self._run(method, times=None)
-        return {}
 
     def run(self, method: Method) -> Step:
         """Run one step."""
@@ -142,12 +143,12 @@ class GptCompute:
         """Where the GPT lies."""
         return self._engine.placement.device
 
-    def warm_up(self, method: Method) -> dict[str, float]:
+    def warm_up(self, method: Method) -> float:
         """Run once and tell the most bytes of tensors that were alive at once on this rank."""
         if self._engine.placement.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             self.run(method)
-            return {"peak_bytes": float(torch.cuda.max_memory_allocated())}
+            return float(torch.cuda.max_memory_allocated())
         # The CPU keeps no statistics; the profiler sees every allocation and release.
         with (
             _without_stderr(),
@@ -159,8 +160,7 @@ class GptCompute:
         assert profiler.profiler is not None
         events = profiler.profiler.kineto_results.events()
         changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-        peak = max(itertools.accumulate((nbytes for _, nbytes in changes), initial=0))
-        return {"peak_bytes": float(peak)}
+        return float(max(itertools.accumulate((nbytes for _, nbytes in changes), initial=0)))
 
     def run(self, method: Method) -> Step:
         """Run one step."""
@@ -175,7 +175,8 @@ class GptCompute:
             seconds=report.step_time_s,
             events=report.events,
             messages=log.steps[-1],
-            result=(report.loss, report.grad_norm or 0.0),
+            loss=report.loss,
+            grad_norm=report.grad_norm or 0.0,
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron_batching.bench.compute import (
     build_engine,
     layout_name,
 )
+from megatron_batching.bench.figures import BoundFigures, MethodFigures, PredictedFigures
 from megatron_batching.bench.fit import Link
 from megatron_batching.bench.gather import clock_offset, gather
 from megatron_batching.bench.methods import Method, make_methods
@@ -45,12 +46,12 @@ class Measured:
     """One method on one case.
 
     Attributes:
-        row: the figures, as in the JSON line.
+        figures: what is told of it.
         recording: the step of median duration.
         predicted: the same step as foretold, in seconds; None where the cost model has no seconds.
     """
 
-    row: dict[str, Any]
+    figures: MethodFigures
     recording: Recording
     predicted: Timeline | None
 
@@ -140,68 +141,102 @@ def measure_case(
     """All methods on one mini-batch."""
     layout, model = placement.layout, compute.cost_model
     methods = make_methods(config, trace, lengths, layout, compute.planning_model, say)
-    warm = []
+    peaks = []
     for method in methods:
         dist.barrier()
-        warm.append(_worst(compute.warm_up(method)))
-    steps: list[list[Step]] = [[] for _ in methods]
-    for repeat in range(config.repeats):
-        numbers = range(len(methods))
-        for i in numbers if repeat % 2 == 0 else reversed(numbers):
-            dist.barrier()
-            steps[i].append(compute.run(methods[i]))
-    seconds = [_slowest(of_method) for of_method in steps]
-    options = BatchingOptions(max_tokens_per_micro_batch=trace.max_tokens, align=config.align)
-    work_bound, trip_bound = lower_bounds_of(lengths, layout, options, model)
-    bound = max(work_bound, trip_bound)
+        peaks.append(_worst(compute.warm_up(method)))
+    steps = _alternate(compute, methods, config.repeats)
+    seconds = {m.name: _slowest(steps[m.name]) for m in methods}
+    bound = _bound(config, trace, lengths, layout, model)
     results = []
-    for method, own, of_method, memory in zip(methods, seconds, steps, warm, strict=True):
-        recording = gather(
-            of_method[_median_index(own)].events,
-            of_method[_median_index(own)].messages,
-            offset=offset,
-            title=method.name,
-            features=[
-                [tuple(f) for f in method.plan.features(replica.dp_rank).tolist()]
-                for replica in method.plan.replicas
-            ],
+    for method, peak_bytes in zip(methods, peaks, strict=True):
+        recording = _recorded(method, steps[method.name], seconds[method.name], offset)
+        told = _told(method, trace, lengths, seconds[method.name], recording)
+        told = replace(
+            told,
+            peak_bytes=peak_bytes,
+            speed_up_over=_speed_ups(method.name, seconds),
+            loss=steps[method.name][-1].loss,
+            grad_norm=steps[method.name][-1].grad_norm,
         )
-        row = {
-            "layout": {k: v for k, v in asdict(layout).items() if v is not None},
-            "trace": trace.name,
-            "method": method.name,
-            "samples": len(lengths),
-            "tokens": sum(lengths),
-            "num_micro_batches": max(r.num_micro_batches for r in method.plan.replicas),
-            "group": method.plan.group,
-            "step_s": statistics.median(own),
-            "step_s_range": [min(own), max(own)],
-            "tokens_per_s": sum(lengths) / statistics.median(own),
-            "bubble_fraction": recording.timeline.bubble_fraction,
-            "bubble_by_cause": recording.bubble_by_cause(),
-            **memory,
-            **(dict(zip(("loss", "grad_norm"), of_method[-1].result, strict=False))),
-        }
         predicted = None
         if model.unit == "s":
-            predicted, figures = predict(method, model, compute.link)
-            row |= figures | {
-                "lower_bound_s": bound,
-                "longest_sample_sets_bound": trip_bound > work_bound,
-                "over_lower_bound": row["step_s"] / bound,
-                "prediction_error": figures["predicted_s"] / row["step_s"] - 1.0,
-            }
-        results.append(Measured(row=row, recording=recording, predicted=predicted))
-    by_name = {method.name: own for method, own in zip(methods, seconds, strict=True)}
-    for result in results:
-        for other in ("plain", "verl", "baseline", "planned"):
-            if other in by_name and other != result.row["method"]:
-                ratios = zip(by_name[other], by_name[result.row["method"]], strict=True)
-                result.row[f"speed_up_over_{other}"] = statistics.median(a / b for a, b in ratios)
+            predicted, foretold = predict(method, model, compute.link)
+            told = replace(told, predicted=foretold, bound=bound)
+        results.append(Measured(figures=told, recording=recording, predicted=predicted))
     return MeasuredCase(layout=layout, trace=trace, methods=tuple(results))
 
 
-def predict(method: Method, model: CostModel, link: Link) -> tuple[Timeline, dict[str, Any]]:
+def _alternate(
+    compute: PacedCompute | GptCompute, methods: Sequence[Method], repeats: int
+) -> dict[str, list[Step]]:
+    """The steps of each method, run in turn, every other round backwards."""
+    steps: dict[str, list[Step]] = {method.name: [] for method in methods}
+    for repeat in range(repeats):
+        for method in methods if repeat % 2 == 0 else reversed(methods):
+            dist.barrier()
+            steps[method.name].append(compute.run(method))
+    return steps
+
+
+def _bound(
+    config: BenchConfig, trace: Trace, lengths: Sequence[int], layout: Layout, model: CostModel
+) -> BoundFigures:
+    options = BatchingOptions(max_tokens_per_micro_batch=trace.max_tokens, align=config.align)
+    work_bound, trip_bound = lower_bounds_of(lengths, layout, options, model)
+    return BoundFigures(
+        step_s=max(work_bound, trip_bound), is_set_by_longest_sample=trip_bound > work_bound
+    )
+
+
+def _recorded(
+    method: Method, steps: Sequence[Step], seconds: Sequence[float], offset: float
+) -> Recording:
+    """The step of median duration, of all ranks, which call this together."""
+    typical = steps[_median_index(seconds)]
+    return gather(
+        typical.events,
+        typical.messages,
+        offset=offset,
+        title=method.name,
+        features=method.features(),
+    )
+
+
+def _told(
+    method: Method,
+    trace: Trace,
+    lengths: Sequence[int],
+    seconds: Sequence[float],
+    recording: Recording,
+) -> MethodFigures:
+    """What the clock tells of a method."""
+    return MethodFigures(
+        layout=method.plan.layout,
+        trace=trace.name,
+        method=method.name,
+        samples=len(lengths),
+        tokens=sum(lengths),
+        num_micro_batches=max(r.num_micro_batches for r in method.plan.replicas),
+        group=method.plan.group,
+        step_s=statistics.median(seconds),
+        step_s_range=(min(seconds), max(seconds)),
+        bubble_fraction=recording.timeline.bubble_fraction,
+        bubble_by_cause=recording.bubble_by_cause(),
+    )
+
+
+def _speed_ups(name: str, seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Median over rounds of another method's step over this one's, for each to compare with."""
+    ratios = {
+        other: [a / b for a, b in zip(seconds[other], seconds[name], strict=True)]
+        for other in ("plain", "verl", "baseline", "planned")
+        if other in seconds and other != name
+    }
+    return {other: statistics.median(of_rounds) for other, of_rounds in ratios.items()}
+
+
+def predict(method: Method, model: CostModel, link: Link) -> tuple[Timeline, PredictedFigures]:
     """The method's step on paper, all replicas, and its figures in seconds.
 
     Args:
@@ -221,17 +256,17 @@ def predict(method: Method, model: CostModel, link: Link) -> tuple[Timeline, dic
         for event in simulation.timeline().events
     ]
     timeline = Timeline(events=tuple(events), title=f"{method.name}, predicted")
-    return timeline, {
-        "predicted_s": slowest.step_time + link.after_s,
-        "predicted_bubble_by_cause": slowest.bubble_by_cause,
-        "lower_bound_any_order_s": max(lower_bound(s.schedule, s.times) for s in simulations),
-        "peak_tokens_in_flight": max(max(s.peak_tokens_in_flight) for s in simulations),
-    }
+    return timeline, PredictedFigures(
+        step_s=slowest.step_time + link.after_s,
+        bubble_by_cause=slowest.bubble_by_cause,
+        lower_bound_any_order_s=max(lower_bound(s.schedule, s.times) for s in simulations),
+        peak_tokens_in_flight=max(max(s.peak_tokens_in_flight) for s in simulations),
+    )
 
 
 def describe_case(case: MeasuredCase) -> str:
     """One line: the median step of every method."""
-    steps = ", ".join(f"{m.row['method']} {m.row['step_s']:.3f} s" for m in case.methods)
+    steps = ", ".join(f"{m.figures.method} {m.figures.step_s:.3f} s" for m in case.methods)
     return f"{case.title}: {steps}"
 
 
@@ -246,8 +281,8 @@ def _median_index(values: Sequence[float]) -> int:
     return sorted(range(len(values)), key=values.__getitem__)[len(values) // 2]
 
 
-def _worst(figures: dict[str, float]) -> dict[str, float]:
-    """Each figure's largest value over the ranks."""
+def _worst(peak_bytes: float | None) -> float | None:
+    """The largest value over the ranks, all of which have one, or none has."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, figures)
-    return {key: max(own[key] for own in everyone) for key in figures}
+    dist.all_gather_object(everyone, peak_bytes)
+    return None if peak_bytes is None else max(everyone)

@@ -53,6 +53,13 @@ class Method:
             planned_shapes=self.planned_shapes, overlap_warmup_flush=self.planned_shapes, **costs
         )
 
+    def features(self) -> list[list[tuple[float, float, float]]]:
+        """Of each replica, of each micro-batch, what cost models are fitted to (`Recording`)."""
+        return [
+            [tuple(f) for f in self.plan.features(replica.dp_rank).tolist()]
+            for replica in self.plan.replicas
+        ]
+
 
 def make_methods(
     config: BenchConfig,

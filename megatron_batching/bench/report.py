@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import json
-import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,10 +17,12 @@ from typing import Any
 from rich.table import Table
 
 from megatron_batching.bench.compute import layout_name
+from megatron_batching.bench.figures import MethodFigures
 from megatron_batching.bench.measure import Measured, MeasuredCase
 from megatron_batching.bench.outputs import TIMELINE
 from megatron_batching.bench.recording import CAUSES, write_json
 from megatron_batching.bench.settings import BenchConfig
+from megatron_batching.bench.summary import ratios_over, summarize
 from megatron_batching.schedules import draw_png, write_html
 from megatron_batching.schedules.files import write_text, write_whole
 
@@ -32,57 +33,60 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _speed_up(row: dict[str, Any], other: str) -> str:
-    ratio = row.get(f"speed_up_over_{other}")
+def _speed_up(row: MethodFigures, other: str) -> str:
+    ratio = row.speed_up_over.get(other)
     return "-" if ratio is None else f"{ratio:.2f}x"
 
 
-def _causes(row: dict[str, Any]) -> str:
+def _predicted(row: MethodFigures) -> str:
+    return "-" if row.predicted is None else f"{row.predicted.step_s:.3f}"
+
+
+def _causes(row: MethodFigures) -> str:
     """The three largest causes of the bubble."""
-    shares = row["bubble_by_cause"]
+    shares = row.bubble_by_cause
     largest = sorted(CAUSES, key=lambda cause: -shares[cause])[:3]
     return ", ".join(f"{cause} {shares[cause]:.0%}" for cause in largest if shares[cause] >= 0.005)
 
 
-def _memory(row: dict[str, Any]) -> str:
-    if "peak_bytes" in row:
-        return f"{row['peak_bytes'] / MIB:,.0f} MiB"
-    return f"{row['peak_tokens_in_flight']:,.0f} tokens"
+def _memory(row: MethodFigures) -> str:
+    if row.peak_bytes is not None:
+        return f"{row.peak_bytes / MIB:,.0f} MiB"
+    assert row.predicted is not None, "stages that compute nothing have a cost model in seconds"
+    return f"{row.predicted.peak_tokens_in_flight:,.0f} tokens"
 
 
-Column = tuple[str, Callable[[dict[str, Any]], str]]
+Column = tuple[str, Callable[[MethodFigures], str]]
 COLUMNS: tuple[Column, ...] = (
-    ("method", lambda r: r["method"]),
-    ("M", lambda r: str(r["num_micro_batches"])),
-    ("group", lambda r: str(r["group"] or "-")),
-    ("step s", lambda r: f"{r['step_s']:.3f}"),
-    ("spread", lambda r: f"{(r['step_s_range'][1] - r['step_s_range'][0]) / r['step_s']:.0%}"),
-    ("predicted", lambda r: _number(r.get("predicted_s"), ".3f")),
-    ("of bound", lambda r: _number(r.get("over_lower_bound"), ".2f")),
-    ("tokens/s", lambda r: f"{r['tokens_per_s']:,.0f}"),
+    ("method", lambda r: r.method),
+    ("M", lambda r: str(r.num_micro_batches)),
+    ("group", lambda r: str(r.group or "-")),
+    ("step s", lambda r: f"{r.step_s:.3f}"),
+    ("spread", lambda r: f"{(r.step_s_range[1] - r.step_s_range[0]) / r.step_s:.0%}"),
+    ("predicted", _predicted),
+    ("of bound", lambda r: _number(r.over_lower_bound, ".2f")),
+    ("tokens/s", lambda r: f"{r.tokens_per_s:,.0f}"),
     ("vs verl", lambda r: _speed_up(r, "verl")),
     ("vs plain", lambda r: _speed_up(r, "plain")),
-    ("bubble", lambda r: f"{r['bubble_fraction']:.0%}"),
+    ("bubble", lambda r: f"{r.bubble_fraction:.0%}"),
     ("waits for", _causes),
     ("peak", _memory),
 )
 
 
-def _columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
+def _columns(rows: Sequence[MethodFigures]) -> list[Column]:
     """Those that say something of at least one row."""
     return [(name, form) for name, form in COLUMNS if any(form(row) != "-" for row in rows)]
 
 
 def _heading(config: BenchConfig, case: MeasuredCase) -> str:
-    row = case.methods[0].row
-    bound = row.get("lower_bound_s")
+    row = case.methods[0].figures
     text = (
-        f"{case.title}: {row['samples']} samples, {row['tokens']:,} tokens, cap "
-        f"{case.trace.max_tokens:,}"
+        f"{case.title}: {row.samples} samples, {row.tokens:,} tokens, cap {case.trace.max_tokens:,}"
     )
-    if bound is not None:
-        why = "set by the longest sample" if row["longest_sample_sets_bound"] else "set by the work"
-        text += f"; no plan can take less than {bound:.3f} s ({why})"
+    if row.bound is not None:
+        why = "the longest sample" if row.bound.is_set_by_longest_sample else "the work"
+        text += f"; no plan can take less than {row.bound.step_s:.3f} s (set by {why})"
     return f"{text} [{_label(config)}]"
 
 
@@ -93,63 +97,12 @@ def _label(config: BenchConfig) -> str:
 def case_table(config: BenchConfig, case: MeasuredCase) -> Table:
     """All methods on one case."""
     table = Table(title=_heading(config, case), title_justify="left")
-    columns = _columns([method.row for method in case.methods])
+    columns = _columns([method.figures for method in case.methods])
     for name, _ in columns:
         table.add_column(name, justify="left" if name in ("method", "waits for") else "right")
     for method in case.methods:
-        table.add_row(*(form(method.row) for _, form in columns))
+        table.add_row(*(form(method.figures) for _, form in columns))
     return table
-
-
-def summarize(cases: Sequence[MeasuredCase]) -> dict[str, Any]:
-    """Geometric means of the speed-ups of `planned`, and what each feature is worth."""
-    summary: dict[str, Any] = {}
-    for other in ("verl", "plain", "baseline"):
-        ratios = _figures(cases, "planned", f"speed_up_over_{other}")
-        if not ratios:
-            continue
-        # What a plan at the lower bound would gain: no plan of any planner gains more.
-        possible = _figures([case for case, _ in ratios], other, "over_lower_bound")
-        for name, figures in (("speed_up", ratios), ("possible", possible)):
-            deep = [r for case, r in figures if case.layout.dp >= 2 and case.layout.vpp >= 2]
-            if figures:
-                mean = statistics.geometric_mean(r for _, r in figures)
-                summary[f"{name}_over_{other}"] = mean
-            if deep:
-                summary[f"{name}_over_{other}_dp2_vpp2"] = statistics.geometric_mean(deep)
-        summary[f"least_speed_up_over_{other}"] = min(r for _, r in ratios)
-    rows = [row for case in cases if (row := _row(case, "planned")) and "over_lower_bound" in row]
-    for name, wanted in (("work", False), ("longest_sample", True)):
-        ratios_to_bound = [
-            row["over_lower_bound"] for row in rows if row["longest_sample_sets_bound"] is wanted
-        ]
-        if ratios_to_bound:
-            summary[f"over_bound_set_by_{name}"] = statistics.geometric_mean(ratios_to_bound)
-            summary[f"worst_over_bound_set_by_{name}"] = max(ratios_to_bound)
-    errors = [
-        abs(m.row["prediction_error"]) for c in cases for m in c.methods if m.predicted is not None
-    ]
-    if errors:
-        summary["mean_abs_prediction_error"] = statistics.mean(errors)
-        summary["worst_abs_prediction_error"] = max(errors)
-    worth: dict[str, list[float]] = {}
-    for case in cases:
-        for method in case.methods:
-            name = method.row["method"]
-            if name.startswith("no ") and "speed_up_over_planned" in method.row:
-                worth.setdefault(name, []).append(1 / method.row["speed_up_over_planned"])
-    summary["worth"] = {
-        name.removeprefix("no "): statistics.geometric_mean(ratios)
-        for name, ratios in worth.items()
-    }
-    return summary
-
-
-def _figures(
-    cases: Sequence[MeasuredCase], method: str, key: str
-) -> list[tuple[MeasuredCase, float]]:
-    """One figure of a method, of the cases that have it."""
-    return [(case, row[key]) for case in cases if (row := _row(case, method)) and key in row]
 
 
 def by_layout(cases: Sequence[MeasuredCase]) -> list[dict[str, str]]:
@@ -157,7 +110,7 @@ def by_layout(cases: Sequence[MeasuredCase]) -> list[dict[str, str]]:
     table = []
     for layout in dict.fromkeys(case.layout for case in cases):
         own = [case for case in cases if case.layout == layout]
-        ratios = [ratio for _, ratio in _figures(own, "planned", "speed_up_over_verl")]
+        ratios = [ratio for _, ratio in ratios_over(own, "verl")]
         if not ratios:
             continue
         summary = summarize(own)
@@ -176,10 +129,6 @@ def by_layout(cases: Sequence[MeasuredCase]) -> list[dict[str, str]]:
             cells[f"step over bound set by {name.replace('_', ' ')} (worst)"] = f"{mean} ({worst})"
         table.append(cells)
     return table
-
-
-def _row(case: MeasuredCase, method: str) -> dict[str, Any] | None:
-    return next((m.row for m in case.methods if m.row["method"] == method), None)
 
 
 _SUMMARY = {
@@ -229,7 +178,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 def markdown(cases: Sequence[MeasuredCase], summary: dict[str, Any]) -> str:
     """One row a case: seconds of the whole methods, then each feature's absence, relative."""
-    names = list(dict.fromkeys(m.row["method"] for case in cases for m in case.methods))
+    names = list(dict.fromkeys(m.figures.method for case in cases for m in case.methods))
     whole = [name for name in names if not name.startswith("no ")]
     parts = [name for name in names if name.startswith("no ")]
     others = [other for other in ("verl", "plain", "baseline") if other in whole]
@@ -237,17 +186,18 @@ def markdown(cases: Sequence[MeasuredCase], summary: dict[str, Any]) -> str:
     head += [*(f"vs {other}" for other in others), *parts]
     table = []
     for case in cases:
-        rows = {m.row["method"]: m.row for m in case.methods}
-        planned = rows.get("planned", {})
+        rows = {m.figures.method: m.figures for m in case.methods}
+        planned = rows.get("planned")
+        bound = None if planned is None else planned.bound
         cells = [layout_name(case.layout), case.trace.name]
-        bound = _number(planned.get("lower_bound_s"), ".3f")
-        is_on_path = planned.get("longest_sample_sets_bound")
-        cells.append(f"{bound}{' (longest)' if is_on_path else ''}")
-        cells += [_number(rows.get(name, {}).get("step_s"), ".3f") for name in whole]
-        cells.append(_number(planned.get("predicted_s"), ".3f"))
-        cells += [_speed_up(planned, other) for other in others]
+        cells.append("-" if bound is None else f"{bound.step_s:.3f}")
+        if bound and bound.is_set_by_longest_sample:
+            cells[-1] += " (longest)"
+        cells += [f"{rows[name].step_s:.3f}" if name in rows else "-" for name in whole]
+        cells.append(_predicted(planned) if planned else "-")
+        cells += [_speed_up(planned, other) if planned else "-" for other in others]
         for part in parts:
-            ratio = rows.get(part, {}).get("speed_up_over_planned")
+            ratio = rows[part].speed_up_over.get("planned") if part in rows else None
             cells.append("-" if ratio is None else f"{1 / ratio:.2f}")
         table.append(cells)
     lines = _markdown_table(head, table)
@@ -272,7 +222,7 @@ def write_report(
     written = [write_json(result, folder / "bench.json")]
     for number, case in enumerate(cases):
         for method in case.methods:
-            name = f"{number:02}-{method.row['method'].replace(' ', '_')}"
+            name = f"{number:02}-{method.figures.method.replace(' ', '_')}"
             write_json(method.recording.to_json(), folder / "recordings" / f"{name}.json")
             if method.predicted is not None:
                 path = folder / "recordings" / f"{name}-predicted.json"
@@ -282,7 +232,7 @@ def write_report(
     written.append(write_text(folder / "report.html", _page(config, cases, result)))
     written.append(draw_chart(cases, folder / "bench.png", _caption(result)))
     first = cases[0]
-    shown = [m for m in first.methods if m.row["method"] in ("plain", "verl", "planned")]
+    shown = [m for m in first.methods if m.figures.method in ("plain", "verl", "planned")]
     timelines = [m.recording.timeline for m in shown or first.methods]
     written.append(draw_png(timelines, folder / TIMELINE))
     return written
@@ -322,19 +272,19 @@ def draw_chart(cases: Sequence[MeasuredCase], path: Path, caption: str) -> Path:
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(layouts), 1, squeeze=False, sharey=True)[:, 0]
     tallest = 0.0
-    has_bound = all("lower_bound_s" in case.methods[0].row for case in cases)
+    has_bound = all(case.methods[0].figures.bound is not None for case in cases)
     for axis, layout in zip(axes, layouts, strict=True):
         shown = [case for case in cases if case.layout == layout]
-        names = [m.row["method"] for m in shown[0].methods if m.row["method"] in COLOURS]
+        names = [name for m in shown[0].methods if (name := m.figures.method) in COLOURS]
         width = 0.8 / len(names)
         for place, case in enumerate(shown):
-            steps = {m.row["method"]: m.row for m in case.methods}
-            unit = case.methods[0].row.get("lower_bound_s") if has_bound else None
-            unit = unit or min(row["step_s"] for row in steps.values())
+            steps = {m.figures.method: m.figures.step_s for m in case.methods}
+            bound = case.methods[0].figures.bound
+            unit = bound.step_s if has_bound and bound else min(steps.values())
             for i, name in enumerate(names):
                 if name not in steps:
                     continue
-                value = steps[name]["step_s"] / unit
+                value = steps[name] / unit
                 x = place + (i - (len(names) - 1) / 2) * width
                 axis.bar(x, value, width * 0.94, color=COLOURS[name], label=None if place else name)
                 axis.text(x, value, f"{value:.2f}", ha="center", va="bottom", fontsize=8)
@@ -381,8 +331,8 @@ def _page(config: BenchConfig, cases: Sequence[MeasuredCase], result: dict[str, 
 
 
 def _section(config: BenchConfig, case: MeasuredCase, number: int) -> str:
-    slowest = max(method.row["step_s"] for method in case.methods)
-    columns = _columns([method.row for method in case.methods])
+    slowest = max(method.figures.step_s for method in case.methods)
+    columns = _columns([method.figures for method in case.methods])
     head = "".join(f"<th>{name}</th>" for name, _ in columns)
     rows = "".join(_html_row(method, columns, slowest) for method in case.methods)
     return (
@@ -394,13 +344,13 @@ def _section(config: BenchConfig, case: MeasuredCase, number: int) -> str:
 
 
 def _html_row(method: Measured, columns: Sequence[Column], slowest: float) -> str:
-    row = method.row
+    row = method.figures
     cells = "".join(
         f"<td{'' if name in ('method', 'waits for') else ' class=n'}>{html.escape(form(row))}</td>"
         for name, form in columns
     )
-    colour = COLOURS.get(row["method"], OTHER_COLOUR)
-    width = 120 * row["step_s"] / slowest
+    colour = COLOURS.get(row.method, OTHER_COLOUR)
+    width = 120 * row.step_s / slowest
     return f"<tr>{cells}<td><i style='width:{width:.0f}px;background:{colour}'></i></td></tr>"
 
 

@@ -56,7 +56,7 @@ def run_bench(config: BenchConfig) -> None:
             "machine": machine(),
             "seconds": time.perf_counter() - began,
             **summary,
-            "rows": [method.row for case in cases for method in case.methods],
+            "rows": [method.figures.to_json() for case in cases for method in case.methods],
         }
         for path in write_report(config, cases, result, Path(config.output_dir)):
             console.print(f"wrote {path}")

@@ -24,6 +24,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -42,12 +43,13 @@ from megatron_batching.megatron.parallel import initialize, shut_down
 from megatron_batching.plan import (
     BatchingOptions,
     Layout,
+    MicroBatchPlan,
     plan_mini_batch,
     read_lengths,
     verl_cost_model,
 )
 from megatron_batching.program import run as run_program
-from megatron_batching.schedules import StageTimes, lower_bound
+from megatron_batching.schedules import PipelineSchedule, StageTimes, lower_bound
 
 TRACES = ("@azure_code", "@azure_conv", "@deepseek_r1")
 LAYOUTS = ((2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2))
@@ -61,6 +63,51 @@ class TracedStep(NamedTuple):
     name: str
     step: PacedStep
     lower_bound_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapesRow:
+    """Planned against exchanged shapes on one step; its fields are the keys of the JSON row.
+
+    Attributes:
+        trace: name of the lengths.
+        pp: pipeline ranks.
+        vpp: chunks a rank.
+        num_micro_batches: of the replica.
+        group: `microbatch_group_size_per_vp_stage`; None without interleaving.
+        lower_bound_s: seconds that the dependencies of the ops require; None of a GPT.
+        planned_s: median step with planned shapes.
+        exchanged_s: median step with Megatron's exchange of shapes.
+        speed_up: median ratio of the latter to the former within a round.
+        identical: whether all results agree bit for bit.
+    """
+
+    trace: str
+    pp: int
+    vpp: int
+    num_micro_batches: int
+    group: int | None
+    lower_bound_s: float | None
+    planned_s: float
+    exchanged_s: float
+    speed_up: float
+    identical: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """The row; a bound that there is none of has no key."""
+        return {
+            key: value for key, value in asdict(self).items() if key != "lower_bound_s" or value
+        }
+
+    def describe(self) -> str:
+        """One line."""
+        bound = f"bound {self.lower_bound_s:.3f} s  " if self.lower_bound_s else ""
+        return (
+            f"{self.trace:<26} pp{self.pp} vpp{self.vpp} M{self.num_micro_batches:<3} "
+            f"group {self.group or '-':<3} {bound}planned {self.planned_s:.3f} s  exchanged "
+            f"{self.exchanged_s:.3f} s  {self.speed_up:.3f}x  "
+            f"{'identical' if self.identical else 'RESULTS DIFFER'}"
+        )
 
 
 def make_step(trace: str, pp: int, vpp: int, *, num_samples: int, work_s: float) -> TracedStep:
@@ -91,7 +138,7 @@ def make_step(trace: str, pp: int, vpp: int, *, num_samples: int, work_s: float)
 def compare_shapes(options: argparse.Namespace) -> dict[str, Any]:
     """Planned against exchanged shapes, for every trace and layout, with sleeping stages."""
     world_size = world_size_from_environment()
-    rows: list[dict[str, Any]] = []
+    rows: list[ShapesRow] = []
     for pp, vpp in LAYOUTS:
         if pp > world_size or (options.pp and pp not in options.pp):
             continue
@@ -118,20 +165,10 @@ def compare_shapes(options: argparse.Namespace) -> dict[str, Any]:
             for replica, case in enumerate(batch):
                 ranks = [r for r in everyone if r.dp_rank == replica]
                 schedule = case.step.schedule
-                rows.append(
-                    {
-                        "trace": case.name,
-                        "pp": pp,
-                        "vpp": vpp,
-                        "num_micro_batches": schedule.num_micro_batches,
-                        "group": schedule.group,
-                        "lower_bound_s": case.lower_bound_s,
-                        **_compared(ranks),
-                    }
-                )
+                rows.append(_row(case.name, schedule, ranks, case.lower_bound_s))
                 if placement.rank == 0:
-                    print(_line(rows[-1]), flush=True)
-    return {"benchmark": "execution shapes", **summarize(rows), "rows": rows}
+                    print(rows[-1].describe(), flush=True)
+    return {"benchmark": "execution shapes", **summarize(rows), "rows": [r.to_json() for r in rows]}
 
 
 def compare_gpt(options: argparse.Namespace) -> dict[str, Any]:
@@ -148,17 +185,10 @@ def compare_gpt(options: argparse.Namespace) -> dict[str, Any]:
             digest.update(parameter.main_grad.numpy(force=True).tobytes())
         return report.step_time_s, (report.loss, digest.hexdigest())
 
-    row = {
-        "trace": "GPT",
-        "pp": layout.pp,
-        "vpp": layout.vpp,
-        "num_micro_batches": plan.replicas[0].num_micro_batches,
-        "group": plan.group,
-        **_compared(_alternate(run, tuple(SIDES), options.repeats)),
-    }
+    row = _row("GPT", plan.schedule(0), _alternate(run, tuple(SIDES), options.repeats))
     if engine.placement.rank == 0:
-        print(_line(row), flush=True)
-    return {"benchmark": "execution gpt", "rows": [row]}
+        print(row.describe(), flush=True)
+    return {"benchmark": "execution gpt", "rows": [row.to_json()]}
 
 
 def measure_overhead(options: argparse.Namespace) -> dict[str, Any]:
@@ -172,6 +202,41 @@ def measure_overhead(options: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     plan = engine.plan(mini_batch)
     planning_s = time.perf_counter() - start
+    bare = _bare_step(engine, mini_batch, plan)
+    cpu_s: dict[str, list[float]] = {"bare": [], "engine": []}
+
+    def run(side: str) -> tuple[float, Any]:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        if side == "bare":
+            bare()
+        else:
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(mini_batch, plan=plan)
+        elapsed = time.perf_counter() - start
+        cpu_s[side].append(time.process_time() - cpu_start)
+        norm = sum(float(p.main_grad.double().sum()) for _, p in engine.model.named_parameters())
+        return elapsed, norm
+
+    ranks = _alternate(run, ("bare", "engine"), options.repeats)
+    bare_s, engine_s, ratio = _ratio(ranks, "bare", "engine")
+    cpu_ratios = [b / a for a, b in zip(cpu_s["bare"], cpu_s["engine"], strict=True)]
+    return {
+        "benchmark": "execution overhead",
+        "num_micro_batches": plan.replicas[0].num_micro_batches,
+        "tokens": sum(mini_batch.lengths),
+        "planning_s": planning_s,
+        "bare_s": bare_s,
+        "engine_s": engine_s,
+        "overhead": ratio - 1.0,
+        "cpu_overhead": statistics.median(cpu_ratios[1:]) - 1.0,  # the first round warms up
+        "identical": all(r.identical for r in ranks),
+    }
+
+
+def _bare_step(
+    engine: PipelineEngine, mini_batch: MiniBatch, plan: MicroBatchPlan
+) -> Callable[[], None]:
+    """The least that a step can be: Megatron's schedule over micro-batches that lie ready."""
     step = prepare_step(
         engine.step_settings,
         mini_batch,
@@ -197,52 +262,23 @@ def measure_overhead(options: argparse.Namespace) -> dict[str, Any]:
         )
         gradient_norm(engine.optimizer)
 
-    cpu_s: dict[str, list[float]] = {"bare": [], "engine": []}
-
-    def run(side: str) -> tuple[float, Any]:
-        start, cpu_start = time.perf_counter(), time.process_time()
-        if side == "bare":
-            bare()
-        else:
-            engine.optimizer_zero_grad()
-            engine.forward_backward_batch(mini_batch, plan=plan)
-        elapsed = time.perf_counter() - start
-        cpu_s[side].append(time.process_time() - cpu_start)
-        norm = sum(float(p.main_grad.double().sum()) for _, p in engine.model.named_parameters())
-        return elapsed, norm
-
-    ranks = _alternate(run, ("bare", "engine"), options.repeats)
-    bare_s, engine_s, ratio = _ratio(ranks, "bare", "engine")
-    return {
-        "benchmark": "execution overhead",
-        "num_micro_batches": len(ready),
-        "tokens": sum(mini_batch.lengths),
-        "planning_s": planning_s,
-        "bare_s": bare_s,
-        "engine_s": engine_s,
-        "overhead": ratio - 1.0,
-        "cpu_overhead": statistics.median(
-            b / a for a, b in zip(cpu_s["bare"][1:], cpu_s["engine"][1:], strict=True)
-        )
-        - 1.0,
-        "identical": all(r.identical for r in ranks),
-    }
+    return bare
 
 
-def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarize(rows: Sequence[ShapesRow]) -> dict[str, Any]:
     """Geometric means by vpp, and the worst."""
     by_vpp = {
         f"speed_up_vpp{vpp}": statistics.geometric_mean(
-            row["speed_up"] for row in rows if row["vpp"] == vpp
+            row.speed_up for row in rows if row.vpp == vpp
         )
-        for vpp in sorted({row["vpp"] for row in rows})
+        for vpp in sorted({row.vpp for row in rows})
     }
-    deep = [row["speed_up"] for row in rows if row["vpp"] == 2 and row["pp"] >= 4]
+    deep = [row.speed_up for row in rows if row.vpp == 2 and row.pp >= 4]
     return {
         **by_vpp,
         **({"speed_up_vpp2_pp4_up": statistics.geometric_mean(deep)} if deep else {}),
-        "least_speed_up": min(row["speed_up"] for row in rows),
-        "identical": all(row["identical"] for row in rows),
+        "least_speed_up": min(row.speed_up for row in rows),
+        "identical": all(row.identical for row in rows),
     }
 
 
@@ -288,23 +324,24 @@ def _ratio(ranks: Sequence[_Rank], side: str, other: str) -> tuple[float, float,
     return statistics.median(steps), statistics.median(others), statistics.median(ratios)
 
 
-def _compared(ranks: Sequence[_Rank]) -> dict[str, Any]:
+def _row(
+    trace: str,
+    schedule: PipelineSchedule,
+    ranks: Sequence[_Rank],
+    lower_bound_s: float | None = None,
+) -> ShapesRow:
     planned_s, exchanged_s, speed_up = _ratio(ranks, "planned", "exchanged")
-    return {
-        "planned_s": planned_s,
-        "exchanged_s": exchanged_s,
-        "speed_up": speed_up,
-        "identical": all(r.identical for r in ranks),
-    }
-
-
-def _line(row: dict[str, Any]) -> str:
-    bound = f"bound {row['lower_bound_s']:.3f} s  " if "lower_bound_s" in row else ""
-    return (
-        f"{row['trace']:<26} pp{row['pp']} vpp{row['vpp']} M{row['num_micro_batches']:<3} "
-        f"group {row['group'] or '-':<3} {bound}planned {row['planned_s']:.3f} s  exchanged "
-        f"{row['exchanged_s']:.3f} s  {row['speed_up']:.3f}x  "
-        f"{'identical' if row['identical'] else 'RESULTS DIFFER'}"
+    return ShapesRow(
+        trace=trace,
+        pp=schedule.pp,
+        vpp=schedule.vpp,
+        num_micro_batches=schedule.num_micro_batches,
+        group=schedule.group,
+        lower_bound_s=lower_bound_s,
+        planned_s=planned_s,
+        exchanged_s=exchanged_s,
+        speed_up=speed_up,
+        identical=all(r.identical for r in ranks),
     )
 
 

@@ -22,7 +22,7 @@ import json
 import os
 import random
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,33 @@ class PacedCase:
             forward=self.times.forward + costs.op_s, backward=self.times.backward + costs.op_s
         )
         return simulate(self.schedule, times, communication)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PacedFigures:
+    """One plan, foretold and measured; its fields are the keys of the JSON row.
+
+    Attributes:
+        pp: pipeline ranks.
+        vpp: chunks a rank.
+        num_micro_batches: of the plan.
+        group: `microbatch_group_size_per_vp_stage`; None without interleaving.
+        name: what is special about the plan.
+        planned_shapes: whether receivers know the shapes.
+        predicted_s: seconds of the simulated step.
+        measured_s: seconds of the fastest measured step.
+        error: the former over the latter, less 1.
+    """
+
+    pp: int
+    vpp: int
+    num_micro_batches: int
+    group: int | None
+    name: str
+    planned_shapes: bool
+    predicted_s: float
+    measured_s: float
+    error: float
 
 
 def make_cases(pp: int, vpp: int, seed: int = 0) -> list[PacedCase]:
@@ -166,7 +193,7 @@ def measure_layout(
 
 
 def count_ranked(
-    results: list[dict[str, Any]], num_pairs: int = 100, margin: float = 0.03
+    results: list[PacedFigures], num_pairs: int = 100, margin: float = 0.03
 ) -> tuple[int, int]:
     """(pairs measured the way round that was predicted, pairs drawn).
 
@@ -176,21 +203,17 @@ def count_ranked(
         (a, b)
         for i, a in enumerate(results)
         for b in results[:i]
-        if (a["pp"], a["vpp"]) == (b["pp"], b["vpp"])
-        and abs(a["predicted_s"] - b["predicted_s"])
-        > margin * min(a["predicted_s"], b["predicted_s"])
+        if (a.pp, a.vpp) == (b.pp, b.vpp)
+        and abs(a.predicted_s - b.predicted_s) > margin * min(a.predicted_s, b.predicted_s)
     ]
     drawn = random.Random(0).sample(pairs, min(num_pairs, len(pairs)))
-    right = sum(
-        (a["predicted_s"] < b["predicted_s"]) == (a["measured_s"] < b["measured_s"])
-        for a, b in drawn
-    )
+    right = sum((a.predicted_s < b.predicted_s) == (a.measured_s < b.measured_s) for a, b in drawn)
     return right, len(drawn)
 
 
-def summarize(results: list[dict[str, Any]], costs: Costs) -> dict[str, Any]:
+def summarize(results: list[PacedFigures], costs: Costs) -> dict[str, Any]:
     """The figures of the report, with what is needed to judge them."""
-    errors = [abs(result["error"]) for result in results]
+    errors = [abs(result.error) for result in results]
     right, drawn = count_ranked(results)
     return {
         "benchmark": "paced",
@@ -222,7 +245,7 @@ def main() -> None:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
     layouts = [(2, 1), (4, 2), (8, 1)] if options.quick else LAYOUTS
     repeats = 1 if options.quick else options.repeats
-    results: list[dict[str, Any]] = []
+    results: list[PacedFigures] = []
     costs = measure_costs()
     for pp, vpp in layouts:
         placement = initialize(Layout(pp=pp, vpp=vpp, dp=WORLD_SIZE // pp), device="cpu")
@@ -233,7 +256,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         summary = summarize(results, costs)
         if options.output is not None:
-            everything = summary | {"results": results}
+            everything = summary | {"results": [asdict(result) for result in results]}
             write_text(options.output / "paced.json", json.dumps(everything, indent=1))
         print(json.dumps(summary), flush=True)
     shut_down()
@@ -245,7 +268,7 @@ def _report(
     costs: Costs,
     output: Path | None,
     number: int,
-) -> dict[str, Any]:
+) -> PacedFigures:
     simulation = case.predict(costs)
     schedule = case.schedule
     error = simulation.step_time / timeline.step_time_s - 1
@@ -261,17 +284,17 @@ def _report(
         for source in (predicted, timeline):
             path = output / f"case{number:02}_{source.source}.json"
             write_text(path, json.dumps(source.to_json()))
-    return {
-        "pp": schedule.pp,
-        "vpp": schedule.vpp,
-        "num_micro_batches": schedule.num_micro_batches,
-        "group": schedule.group,
-        "name": case.name,
-        "planned_shapes": case.planned_shapes,
-        "predicted_s": simulation.step_time,
-        "measured_s": timeline.step_time_s,
-        "error": error,
-    }
+    return PacedFigures(
+        pp=schedule.pp,
+        vpp=schedule.vpp,
+        num_micro_batches=schedule.num_micro_batches,
+        group=schedule.group,
+        name=case.name,
+        planned_shapes=case.planned_shapes,
+        predicted_s=simulation.step_time,
+        measured_s=timeline.step_time_s,
+        error=error,
+    )
 
 
 if __name__ == "__main__":

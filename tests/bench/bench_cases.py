@@ -62,7 +62,7 @@ def paced_cases() -> list[dict[str, Any]]:
         (case,) = measure(config, lambda line: None)
     return [
         {
-            "row": method.row,
+            "row": method.figures.to_json(),
             "recording": method.recording.to_json(),
             "predicted": method.predicted and method.predicted.to_json(),
         }
@@ -84,7 +84,7 @@ def gpt_rows() -> list[dict[str, Any]]:
         device="cpu",
     )
     (case,) = measure(config, lambda line: None)
-    return [method.row for method in case.methods]
+    return [method.figures.to_json() for method in case.methods]
 
 
 CALIBRATION = BenchConfig(

@@ -372,36 +372,35 @@ def test_calibrate_from_a_recording(
 
 
 def test_report_shows_every_method(tmp_path: Path, plan: MicroBatchPlan) -> None:
+    from megatron_batching.bench.figures import BoundFigures, MethodFigures
     from megatron_batching.bench.machine import machine
     from megatron_batching.bench.measure import Measured, MeasuredCase, predict
-    from megatron_batching.bench.report import by_layout, summarize, write_report
+    from megatron_batching.bench.report import by_layout, write_report
+    from megatron_batching.bench.summary import summarize
 
     config = BenchConfig(layouts=[LAYOUT], traces=[Trace()], methods=["verl", "planned"])
     measured = []
     for name, step_s in (("verl", 3.0), ("planned", 2.0), ("no <order>", 2.5)):
         method = Method(name="planned", plan=plan, planned_shapes=name != "verl")
-        predicted, figures = predict(method, verl_cost_model(LAYOUT), Link())
-        row: dict[str, Any] = {
-            "method": name,
-            "samples": 12,
-            "tokens": 1000,
-            "num_micro_batches": 4,
-            "group": 2,
-            "step_s": step_s,
-            "step_s_range": [step_s, step_s],
-            "tokens_per_s": 1000 / step_s,
-            "bubble_fraction": 0.1,
-            "bubble_by_cause": Recording(timeline=predicted).bubble_by_cause(),
-            "lower_bound_s": 1.6,
-            "longest_sample_sets_bound": False,
-            "over_lower_bound": step_s / 1.6,
-            "prediction_error": -0.1,
-            "speed_up_over_verl": 3.0 / step_s,
-            "speed_up_over_planned": 2.0 / step_s,
-            **figures,
-        }
+        predicted, foretold = predict(method, verl_cost_model(LAYOUT), Link())
+        figures = MethodFigures(
+            layout=LAYOUT,
+            trace="@azure_code",
+            method=name,
+            samples=12,
+            tokens=1000,
+            num_micro_batches=4,
+            group=2,
+            step_s=step_s,
+            step_s_range=(step_s, step_s),
+            bubble_fraction=0.1,
+            bubble_by_cause=Recording(timeline=predicted).bubble_by_cause(),
+            predicted=foretold,
+            bound=BoundFigures(step_s=1.6, is_set_by_longest_sample=False),
+            speed_up_over={"verl": 3.0 / step_s, "planned": 2.0 / step_s},
+        )
         measured.append(
-            Measured(row=row, recording=Recording(timeline=predicted), predicted=predicted)
+            Measured(figures=figures, recording=Recording(timeline=predicted), predicted=predicted)
         )
     case = MeasuredCase(layout=LAYOUT, trace=Trace(), methods=tuple(measured))
     summary = summarize([case])
@@ -428,9 +427,16 @@ def test_report_shows_every_method(tmp_path: Path, plan: MicroBatchPlan) -> None
     assert len(list((tmp_path / "recordings").iterdir())) == 2 * 3
 
     # Where verl found no micro-batches a trace has no speed-up over it.
-    alone = [Measured(row=dict(m.row), recording=m.recording, predicted=None) for m in measured[1:]]
-    for method in alone:
-        del method.row["speed_up_over_verl"]
+    alone = [
+        replace(
+            m,
+            figures=replace(
+                m.figures, speed_up_over={"planned": m.figures.speed_up_over["planned"]}
+            ),
+            predicted=None,
+        )
+        for m in measured[1:]
+    ]
     without_verl = MeasuredCase(layout=LAYOUT, trace=Trace(), methods=tuple(alone))
     (row,) = by_layout([case, without_verl])
     assert (row["traces"], row["most"]) == ("1", "1.50x")

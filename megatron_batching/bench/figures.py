@@ -1,0 +1,139 @@
+"""What `bench` tells of one method on one case: values by name, and the JSON row made of them.
+
+Tables, pages and summaries read the values; only `to_json` knows the keys of the JSON line, so
+that a key can neither be misspelt nor be missing where nobody looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_batching.plan import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedFigures:
+    """A step as the simulator foretells it.
+
+    Attributes:
+        step_s: seconds of the slowest replica, the end of the step included.
+        bubble_by_cause: of the slowest replica, shares of rank time by what ranks waited for.
+        lower_bound_any_order_s: seconds that no order of the same micro-batches can beat.
+        peak_tokens_in_flight: most tokens whose activations a rank holds at once.
+    """
+
+    step_s: float
+    bubble_by_cause: Mapping[str, float]
+    lower_bound_any_order_s: float
+    peak_tokens_in_flight: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys of a method's row that come from a prediction."""
+        return {
+            "predicted_s": self.step_s,
+            "predicted_bubble_by_cause": dict(self.bubble_by_cause),
+            "lower_bound_any_order_s": self.lower_bound_any_order_s,
+            "peak_tokens_in_flight": self.peak_tokens_in_flight,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundFigures:
+    """Seconds that no plan of the mini-batch can beat.
+
+    Attributes:
+        step_s: the bound.
+        is_set_by_longest_sample: the trip of one sample through the pipeline sets it, rather than
+            the work of the ranks.
+    """
+
+    step_s: float
+    is_set_by_longest_sample: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodFigures:
+    """One method on one case.
+
+    Attributes:
+        layout: sizes of the run.
+        trace: name of where the lengths come from.
+        method: name of the method.
+        samples: of the global mini-batch.
+        tokens: of the global mini-batch, without padding.
+        num_micro_batches: of the replica that has most.
+        group: `microbatch_group_size_per_vp_stage`; None without interleaving.
+        step_s: the median step in seconds.
+        step_s_range: the fastest and the slowest step.
+        bubble_fraction: of the recorded step, the share of rank time spent on no op.
+        bubble_by_cause: the same by what ranks waited for.
+        peak_bytes: most bytes of tensors that a rank held at once; None where nothing is computed.
+        loss: of a GPT; None where nothing is computed.
+        grad_norm: of a GPT; None where nothing is computed.
+        predicted: the step as foretold; None where the cost model has no seconds.
+        bound: what no plan can beat; None where the cost model has no seconds.
+        speed_up_over: other method -> median ratio of its step to this one's, round by round.
+    """
+
+    layout: Layout
+    trace: str
+    method: str
+    samples: int
+    tokens: int
+    num_micro_batches: int
+    group: int | None
+    step_s: float
+    step_s_range: tuple[float, float]
+    bubble_fraction: float
+    bubble_by_cause: Mapping[str, float]
+    peak_bytes: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    predicted: PredictedFigures | None = None
+    bound: BoundFigures | None = None
+    speed_up_over: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the mini-batch by the median step."""
+        return self.tokens / self.step_s
+
+    @property
+    def over_lower_bound(self) -> float | None:
+        """The median step over the bound."""
+        return None if self.bound is None else self.step_s / self.bound.step_s
+
+    @property
+    def prediction_error(self) -> float | None:
+        """How far the prediction is off, relative to the median step."""
+        return None if self.predicted is None else self.predicted.step_s / self.step_s - 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The row of the JSON line; a figure that there is none of has no key."""
+        row = {
+            "layout": {k: v for k, v in asdict(self.layout).items() if v is not None},
+            "trace": self.trace,
+            "method": self.method,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "num_micro_batches": self.num_micro_batches,
+            "group": self.group,
+            "step_s": self.step_s,
+            "step_s_range": list(self.step_s_range),
+            "tokens_per_s": self.tokens_per_s,
+            "bubble_fraction": self.bubble_fraction,
+            "bubble_by_cause": dict(self.bubble_by_cause),
+        }
+        computed = {name: getattr(self, name) for name in ("peak_bytes", "loss", "grad_norm")}
+        row |= {name: value for name, value in computed.items() if value is not None}
+        if self.predicted is not None:
+            row |= self.predicted.to_json()
+        if self.bound is not None:
+            row["lower_bound_s"] = self.bound.step_s
+            row["longest_sample_sets_bound"] = self.bound.is_set_by_longest_sample
+            row["over_lower_bound"] = self.over_lower_bound
+        if self.prediction_error is not None:
+            row["prediction_error"] = self.prediction_error
+        return row | {f"speed_up_over_{name}": r for name, r in self.speed_up_over.items()}
