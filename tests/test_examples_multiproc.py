@@ -11,17 +11,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support import ROOT
 
 EXAMPLES = ROOT / "examples"
 PAGE = (EXAMPLES / "README.md").read_text()
+ON_VERL = re.findall(r"`VERL_\S+ torchrun --nproc-per-node 2 examples/(\w+\.py)`", PAGE)
 README = EXAMPLES.with_name("README.md").read_text()
 ALONE = re.findall(r"`python examples/(\w+\.py)`", PAGE)
 ON_TWO_PROCESSES = re.findall(r"`torchrun --nproc-per-node 2 examples/(\w+\.py)`", PAGE)
 
 
-def run(*command: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+def run(*command: str, **variables: str) -> str:
+    environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=900
     )
@@ -29,8 +32,16 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+ON_TWO = (
+    *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    *("-m", "tests.programs.run_examples"),
+)
+
+
 def test_every_example_is_on_the_page() -> None:
-    assert sorted(ALONE + ON_TWO_PROCESSES) == sorted(p.name for p in EXAMPLES.glob("*.py"))
+    assert sorted(ALONE + ON_TWO_PROCESSES + ON_VERL) == sorted(
+        p.name for p in EXAMPLES.glob("*.py")
+    )
 
 
 def test_examples_in_one_process() -> None:
@@ -44,8 +55,19 @@ def test_programs_on_two_processes(tmp_path: Path) -> None:
     for i, snippet in enumerate(snippets):
         files.append(tmp_path / f"readme_{i}.py")
         files[-1].write_text(snippet)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    output = run(*torchrun, "-m", "tests.programs.run_examples", *map(str, files))
+    output = run(*ON_TWO, *map(str, files))
     for file in files:
         assert f"finished {file}" in output
     assert "limit       16384 tokens" in output and "step 2: loss" in output
+    assert "of the new folder" in output
+
+
+def test_verl_trains_with_the_backend() -> None:
+    pytest.importorskip("verl", reason="needs pip install megatron-batching[verl]")
+    from tests.integrations import verl_cpu
+
+    verl_cpu.skip_without_models()
+    (file,) = (str(EXAMPLES / name) for name in ON_VERL)
+    output = run(*ON_TWO, file, **verl_cpu.environment("megatron_batching"))
+    assert f"finished {file}" in output
+    assert "step 2: loss" in output
