@@ -1,27 +1,44 @@
 """The command line: `megatron-batching`, or `python -m megatron_batching`.
 
-Each command is a plain function elsewhere; here are only its options. How a command ends on a
+Each command is a plain function elsewhere; here are only its options, those that several commands
+have in common in `megatron_batching.cli_options`. How a command ends on a
 user's error or an interrupt is `megatron_batching.program`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import json
 import math
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_batching.cli_options import (
+    CP,
+    EP,
+    ETP,
+    TP,
+    AsJson,
+    Config,
+    Cost,
+    Group,
+    Html,
+    Lengths,
+    PlanOptions,
+    Png,
+    SampleGroups,
+    Source,
+    Trace,
+    spelled_out,
+)
 from megatron_batching.configs import config_names, find_config
 from megatron_batching.program import INTERRUPTED, leave, run
 from megatron_batching.version import __version__
@@ -34,112 +51,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Plans micro-batches for Megatron-Core pipelines and runs them.",
 )
-
-Lengths = Annotated[
-    str,
-    typer.Argument(
-        help="A CSV with `length` or `prompt_tokens,response_tokens`, one number a line, "
-        "`-` for stdin, or `@name` for a built-in distribution."
-    ),
-]
-Source = Annotated[
-    str, typer.Argument(help="A plan that `plan --json` wrote (*.json), or lengths to plan.")
-]
-PP = Annotated[int, typer.Option("--pp", help="Pipeline ranks.")]
-VPP = Annotated[int, typer.Option("--vpp", help="Model chunks per pipeline rank.")]
-DP = Annotated[int, typer.Option("--dp", help="Data-parallel replicas.")]
-TP = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")]
-CP = Annotated[int, typer.Option("--cp", help="Context-parallel ranks.")]
-EP = Annotated[int, typer.Option("--ep", help="Expert-parallel ranks.")]
-ETP = Annotated[
-    int | None,
-    typer.Option("--etp", help="Tensor-parallel ranks of an expert; as --tp if left out."),
-]
-Group = Annotated[
-    int | None,
-    typer.Option("--group", help="microbatch_group_size_per_vp_stage; chosen if left out."),
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option("--max-tokens", help="Token cap of a micro-batch, padding included."),
-]
-MicroBatchSize = Annotated[
-    int | None,
-    typer.Option("--micro-batch-size", help="Samples per micro-batch, instead of a cap."),
-]
-Align = Annotated[int, typer.Option("--align", help="Pad each sample to a multiple of this.")]
-Oversize = Annotated[
-    str, typer.Option("--oversize", help="A sample over the cap: error, or alone.")
-]
-SampleGroups = Annotated[
-    int | None,
-    typer.Option("--sample-groups", help="So many consecutive samples stay together."),
-]
-Balance = Annotated[
-    str,
-    typer.Option("--balance", help="replicas: move samples between replicas; none: leave them."),
-]
-Cost = Annotated[
-    str | None,
-    typer.Option("--cost", help="Cost model: tokens (default), verl, or a file of coefficients."),
-]
-Config = Annotated[
-    str,
-    typer.Option("--config", help="YAML file, or the name of a config that `config` prints."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Png = Annotated[Path | None, typer.Option("--png", help="Picture; .svg and .pdf work too.")]
-Html = Annotated[Path | None, typer.Option("--html", help="Page that zooms and shows each op.")]
-Trace = Annotated[Path | None, typer.Option("--trace", help="Trace for Perfetto or Chrome.")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """How lengths are planned: the options that `plan` and `simulate` have in common."""
-
-    pp: PP = 1
-    vpp: VPP = 1
-    dp: DP = 1
-    tp: TP = 1
-    cp: CP = 1
-    ep: EP = 1
-    etp: ETP = None
-    group: Group = None
-    max_tokens: MaxTokens = None
-    micro_batch_size: MicroBatchSize = None
-    align: Align = 1
-    oversize: Oversize = "error"
-    balance: Balance = "replicas"
-    cost: Cost = None
-
-
-def _spelled_out(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameter `options` is, for Typer, one option for each field of PlanOptions.
-
-    Typer reads a command's options from its signature, so the signature is what changes here.
-    """
-    hints = get_type_hints(PlanOptions, include_extras=True)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    shared = [
-        inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
-        for field in fields(PlanOptions)
-    ]
-    own = inspect.signature(command, eval_str=True)
-    parameters = []
-    for parameter in own.parameters.values():
-        one = [parameter.replace(kind=keyword)]
-        parameters += shared if parameter.name == "options" else one
-
-    @functools.wraps(command)
-    def run_command(**given: Any) -> None:
-        options = PlanOptions(
-            **{field.name: given.pop(field.name) for field in fields(PlanOptions)}
-        )
-        command(options=options, **given)
-
-    run_command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    run_command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run_command
 
 
 @app.callback(invoke_without_command=True)
@@ -154,7 +65,7 @@ def _root(
 
 
 @app.command()
-@_spelled_out
+@spelled_out
 def plan(
     lengths: Lengths,
     options: PlanOptions,
@@ -168,7 +79,7 @@ def plan(
 
 
 @app.command()
-@_spelled_out
+@spelled_out
 def simulate(
     source: Source,
     options: PlanOptions,
