@@ -1,8 +1,8 @@
 """Options that several commands of the command line have in common: name, type and help of each.
 
-Typer reads a command's options from the parameters of a function, and knows no options that come in
-a bundle. `spelled_out` makes them of one: the fields of `PlanOptions` stand here alone, not again in
-every command that plans.
+Typer reads a command's options from the parameters of a function, and knows no options that come
+in a bundle. `spelled_out` makes them of one: the fields of `PlanOptions` stand here alone, and not
+again in every command that plans.
 """
 
 from __future__ import annotations
