@@ -256,8 +256,8 @@ def bench(
     ] = None,
 ) -> None:
     """Measure methods on Megatron-Core's schedule; run under torchrun."""
+    from megatron_batching.bench.bench import run_bench
     from megatron_batching.bench.settings import Trace, load_bench_config
-    from megatron_batching.bench.suite import run_bench
 
     traces = None if lengths is None else [Trace.parse(text) for text in lengths]
     settings = load_bench_config(

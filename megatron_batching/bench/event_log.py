@@ -15,7 +15,7 @@ from typing import Any
 from megatron_batching.schedules.files import check_folder
 
 # Row of `train` -> tag; what belongs together shares the part before the slash.
-TAGS = {
+EVENT_TAGS = {
     "loss": "training/loss",
     "grad_norm": "training/grad_norm",
     "lr": "training/learning_rate",
@@ -54,7 +54,7 @@ class EventLog:
     def add(self, row: Mapping[str, Any]) -> None:
         """Write one row; its predicted time stands beside the measured one, in its own unit."""
         step = row["mini_batch"]
-        for key, tag in TAGS.items():
+        for key, tag in EVENT_TAGS.items():
             self._writer.add_scalar(tag, row[key], step)
         unit = row["predicted_unit"].replace(" ", "_")
         self._writer.add_scalar(f"step/predicted_{unit}", row["predicted_step_time"], step)

@@ -40,7 +40,7 @@ from megatron_batching.megatron.options import check_options, config_class, from
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.value_head import ValueHead
 from megatron_batching.plan import Layout, aligned
-from megatron_batching.plan.stages import ENDS, Stage, pipeline_stages
+from megatron_batching.plan.stages import END_OPTIONS, Stage, pipeline_stages
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -337,7 +337,7 @@ def _transformer_config(
     )
     if options.get("multi_latent_attention"):
         _move_rotary_settings(model, settings)
-    first, last = ENDS
+    first, last = END_OPTIONS
     if layout.pp == 2 and options.get(first) is not None:
         # Then the last rank has what is left, and saying so too makes Megatron (0.16.1, 0.19.2)
         # divide by the ranks between the two where chunks are interleaved.

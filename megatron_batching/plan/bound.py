@@ -16,10 +16,12 @@ from megatron_batching.plan.cost import weigh
 from megatron_batching.plan.counts import count_range, legal_count, open_groups
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.options import BatchingOptions
-from megatron_batching.plan.pack import Packer
+from megatron_batching.plan.pack import PackingProblem
 
 
-def lower_bounds(packer: Packer, layout: Layout, options: BatchingOptions) -> tuple[float, float]:
+def lower_bounds(
+    problem: PackingProblem, layout: Layout, options: BatchingOptions
+) -> tuple[float, float]:
     """Least conceivable step time of the slowest replica, in the cost model's unit.
 
     Returns:
@@ -27,37 +29,37 @@ def lower_bounds(packer: Packer, layout: Layout, options: BatchingOptions) -> tu
     """
     low, _ = count_range(options)
     count = min(legal_count(low, layout, group) for group in open_groups(layout))
-    return _work(packer, layout, options, count), _trip(packer, layout, count)
+    return _work(problem, layout, options, count), _trip(problem, layout, count)
 
 
-def _work(packer: Packer, layout: Layout, options: BatchingOptions, count: int) -> float:
+def _work(problem: PackingProblem, layout: Layout, options: BatchingOptions, count: int) -> float:
     """count: fewest micro-batches of a replica."""
-    model, pp = packer.model, layout.pp
+    model, pp = problem.model, layout.pp
     num_micro_batches = float(count * layout.dp)
-    if not packer.padded and options.oversize == "error":
-        num_micro_batches = max(num_micro_batches, -(-packer.weights.sum() // packer.cap))
-    work = np.array([num_micro_batches, packer.items.tokens.sum(), packer.items.pairs.sum()])
-    smallest = np.array([1.0, packer.alone[:, 1].min(), packer.alone[:, 2].min()])
-    smallest[1:] = np.minimum(smallest[1:], [packer.dummy_tokens, packer.dummy_tokens**2])
+    if not problem.padded and options.oversize == "error":
+        num_micro_batches = max(num_micro_batches, -(-problem.weights.sum() // problem.cap))
+    work = np.array([num_micro_batches, problem.items.tokens.sum(), problem.items.pairs.sum()])
+    smallest = np.array([1.0, problem.alone[:, 1].min(), problem.alone[:, 2].min()])
+    smallest[1:] = np.minimum(smallest[1:], [problem.dummy_tokens, problem.dummy_tokens**2])
     forward = weigh(smallest, model.forward)
     # Rank r starts after the ranks before it in the first chunk. Backward ends on those again;
     # without backward, the last chunk's later ranks follow.
     head = np.concatenate([[0.0], np.cumsum(forward[: pp - 1])])
-    if packer.forward_only:
+    if problem.forward_only:
         tail = np.concatenate([[0.0], np.cumsum(forward[::-1][: pp - 1])])[::-1]
     else:
         tail = np.concatenate([[0.0], np.cumsum(weigh(smallest, model.backward)[: pp - 1])])
-    return float((head + _rank_work(packer, work, pp) / layout.dp + tail).max())
+    return float((head + _rank_work(problem, work, pp) / layout.dp + tail).max())
 
 
-def _trip(packer: Packer, layout: Layout, count: int) -> float:
+def _trip(problem: PackingProblem, layout: Layout, count: int) -> float:
     """The best over all items of their trip and the passing of others, at least `count` in all."""
-    model, whole = packer.model, _per_stage(packer).sum(0)
+    model, whole = problem.model, _per_stage(problem).sum(0)
     ends = np.stack(
-        [model.forward[0], model.forward[-1] if packer.forward_only else model.backward[0]]
+        [model.forward[0], model.forward[-1] if problem.forward_only else model.backward[0]]
     )
-    trips = weigh(packer.alone, whole[None])[:, 0]
-    passing = weigh(packer.alone, ends).min(axis=1)
+    trips = weigh(problem.alone, whole[None])[:, 0]
+    passing = weigh(problem.alone, ends).min(axis=1)
     # The overhead of the item's micro-batch, and of those that pass it.
     own = trips + whole[0] + (count - 1) * ends[:, 0].min()
     if layout.dp == 1:
@@ -65,30 +67,30 @@ def _trip(packer: Packer, layout: Layout, count: int) -> float:
     # Others may run on other replicas, whose first ranks then work longer. At best x of the first
     # rank's work stays with the item, passing in at least `share` of its time, and the step takes
     # own + share * x here and (rest - x) / (dp - 1) there.
-    work = _rank_work(packer, packer.alone, layout.pp)[:, 0]
+    work = _rank_work(problem, problem.alone, layout.pp)[:, 0]
     share = float((passing / np.maximum(work, 1e-300)).min())
     rest, others = work.sum() - work, layout.dp - 1
     kept = np.clip((rest / others - own) / (share + 1 / others), 0.0, rest)
     return float((own + share * kept).max())
 
 
-def work_bound(packer: Packer, shares: list[np.ndarray], pp: int) -> float:
+def work_bound(problem: PackingProblem, shares: list[np.ndarray], pp: int) -> float:
     """Least step time of the slowest replica when each keeps its share of the items.
 
     It is the work of the busiest rank with the overhead of a single micro-batch.
     """
-    items = packer.items
+    items = problem.items
     sums = [[1.0, items.tokens[share].sum(), items.pairs[share].sum()] for share in shares]
-    return float(_rank_work(packer, np.array(sums), pp).max())
+    return float(_rank_work(problem, np.array(sums), pp).max())
 
 
-def _per_stage(packer: Packer) -> np.ndarray:
+def _per_stage(problem: PackingProblem) -> np.ndarray:
     """[S, 3] coefficients of all that a stage does for a micro-batch."""
-    model = packer.model
-    return model.forward if packer.forward_only else model.forward + model.backward
+    model = problem.model
+    return model.forward if problem.forward_only else model.forward + model.backward
 
 
-def _rank_work(packer: Packer, features: np.ndarray, pp: int) -> np.ndarray:
+def _rank_work(problem: PackingProblem, features: np.ndarray, pp: int) -> np.ndarray:
     """Time [..., pp] in which each rank computes for features [..., 3] in all."""
-    stages = weigh(features, _per_stage(packer))
+    stages = weigh(features, _per_stage(problem))
     return stages.reshape(*stages.shape[:-1], -1, pp).sum(axis=-2)

@@ -1,8 +1,8 @@
 """Packing: the items of one replica into exactly M micro-batches, and what those cost.
 
-`Packer` is where packed and padded, dynamic and fixed meet: it knows how much a micro-batch may
-hold and how its features follow from its items, so that baseline and search are written once. A
-packing is a tuple of item-index arrays in execution order; an empty array is a dummy.
+`PackingProblem` is where packed and padded, dynamic and fixed meet: it knows how much a micro-batch
+may hold and how its features follow from its items, so that baseline and search are written once.
+A packing is a tuple of item-index arrays in execution order; an empty array is a dummy.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ def small_ends(loads: np.ndarray) -> np.ndarray:
     return np.concatenate([ascending[::2], ascending[1::2][::-1]])
 
 
-class Packer:
-    """Cuts items into micro-batches under the limits of one layout and set of options."""
+class PackingProblem:
+    """The items of one mini-batch, what each costs, and how much a micro-batch may hold.
+
+    Search, baseline and bounds all ask it: what a packing costs, whether it keeps the limits, and
+    for one in so many micro-batches.
+    """
 
     def __init__(
         self, items: Items, layout: Layout, options: BatchingOptions, model: CostModel

@@ -4,7 +4,7 @@ A sample is padded to a multiple of the alignment. Packed samples lie one behind
 single row; padded ones have a row each, all as wide as the longest. A dummy is one row of the
 alignment. This is the only place that says so: the plan's check, its features, the tensors and the
 pipeline's messages all ask here, so that none of them can forget the alignment. The search alone
-has the same rule a second time, over whole arrays of micro-batches (`pack.Packer`).
+has the same rule a second time, over whole arrays of micro-batches (`pack.PackingProblem`).
 """
 
 from __future__ import annotations

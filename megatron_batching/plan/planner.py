@@ -21,7 +21,7 @@ from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.limits import check_size
 from megatron_batching.plan.micro_batch_plan import MicroBatch, MicroBatchPlan, ReplicaPlan
 from megatron_batching.plan.options import BatchingOptions
-from megatron_batching.plan.pack import Packer, Packing
+from megatron_batching.plan.pack import Packing, PackingProblem
 from megatron_batching.plan.padding import padded_lengths
 from megatron_batching.plan.predict import Prediction, predict
 from megatron_batching.plan.search import Search
@@ -63,9 +63,9 @@ def plan_mini_batch(
     8
     """
     started = time.perf_counter()
-    packer = _packer(lengths, layout, options, cost_model, owners)
-    items = packer.items
-    search = Search(packer, layout, options)
+    problem = _problem(lengths, layout, options, cost_model, owners)
+    items = problem.items
+    search = Search(problem, layout, options)
     group, packings = search.run()
     return MicroBatchPlan(
         layout=layout,
@@ -74,13 +74,13 @@ def plan_mini_batch(
         lengths=items.lengths,
         owners=items.owners,
         replicas=tuple(
-            _replica(rank, packing, packer, items) for rank, packing in enumerate(packings)
+            _replica(rank, packing, problem, items) for rank, packing in enumerate(packings)
         ),
         predicted=predict(
-            packer.model,
+            problem.model,
             layout,
             group,
-            [packer.features(packing) for packing in packings],
+            [problem.features(packing) for packing in packings],
             search.bound,
             forward_only=options.forward_only,
         ),
@@ -119,7 +119,7 @@ def plan_from_rows(
     [8, 8]
     """
     started = time.perf_counter()
-    packer = _packer(lengths, layout, options, cost_model, owners)
+    problem = _problem(lengths, layout, options, cost_model, owners)
     if layout.vpp > 1:
         group = group or layout.group or layout.pp
 
@@ -127,18 +127,18 @@ def plan_from_rows(
         layout=layout,
         options=options,
         group=group,
-        lengths=packer.items.lengths,
-        owners=packer.items.owners,
+        lengths=problem.items.lengths,
+        owners=problem.items.owners,
         replicas=_replicas_of_rows(lengths, layout, options, rows),
         predicted=_NOT_YET,
     )
     plan.validate()
     predicted = predict(
-        packer.model,
+        problem.model,
         layout,
         group,
         [plan.features(replica.dp_rank) for replica in plan.replicas],
-        max(lower_bounds(packer, layout, options)),
+        max(lower_bounds(problem, layout, options)),
         forward_only=options.forward_only,
     )
     return replace(plan, predicted=predicted, planning_seconds=time.perf_counter() - started)
@@ -171,17 +171,17 @@ def lower_bounds_of(
     >>> lower_bounds_of(lengths, Layout(pp=4), options)
     (1059.75, 1075.5)
     """
-    packer = _packer(lengths, layout, options, cost_model, owners)
-    return lower_bounds(packer, layout, options)
+    problem = _problem(lengths, layout, options, cost_model, owners)
+    return lower_bounds(problem, layout, options)
 
 
-def _packer(
+def _problem(
     lengths: Sequence[int] | np.ndarray,
     layout: Layout,
     options: BatchingOptions,
     cost_model: CostModel | None,
     owners: Sequence[int] | None,
-) -> Packer:
+) -> PackingProblem:
     for name, value, kind in (("layout", layout, Layout), ("options", options, BatchingOptions)):
         if not isinstance(value, kind):
             raise ValueError(f"{name}={shortened(value)} must be a {kind.__name__}")
@@ -189,7 +189,7 @@ def _packer(
     check_size(len(lengths), layout, options)
     model = cost_model if cost_model is not None else uniform_cost_model(layout)
     model.check_layout(layout)
-    return Packer(gather_items(lengths, layout, options, owners), layout, options, model)
+    return PackingProblem(gather_items(lengths, layout, options, owners), layout, options, model)
 
 
 def _replicas_of_rows(
@@ -211,8 +211,8 @@ def _replicas_of_rows(
     )
 
 
-def _replica(rank: int, packing: Packing, packer: Packer, items: Items) -> ReplicaPlan:
-    tokens = packer.features(packing)[:, 1].astype(int).tolist()
+def _replica(rank: int, packing: Packing, problem: PackingProblem, items: Items) -> ReplicaPlan:
+    tokens = problem.features(packing)[:, 1].astype(int).tolist()
     return ReplicaPlan(
         dp_rank=rank,
         micro_batches=tuple(

@@ -16,16 +16,16 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_batching.plan.layout import Layout
-from megatron_batching.plan.pack import Candidate, Packer, split
+from megatron_batching.plan.pack import Candidate, PackingProblem, split
 
 SEED = 20231107
-BATCH = 64  # changed plans a round, within the replica and as many with another one
+CHANGES_A_ROUND = 64  # changed plans a round, within the replica and as many with another one
 FRUITLESS_ROUNDS = 8  # rounds without gain after which a replica counts as done
 TRADE_SHARE = 0.5  # of the changes, trades; the rest are moves
 LEAST_GAIN = 1e-6  # relative; below it a change is rounding
 BUDGET_OPS = 1 << 18  # default budget: so many ops simulated for one replica ...
-BUDGET_RANGE = (32, 4096)  # ... within these numbers of plans,
-TRADES = 6  # and so many times more whenever there are twice the replicas;
+BUDGET_PLANS = (32, 4096)  # ... within these numbers of plans,
+TRADES_A_DOUBLING = 6  # and so many times more whenever there are twice the replicas;
 STEP_SHARE = 0.02  # at most this share of the step,
 OP_SECONDS = 50e-9  # with so much for an op; 30 to 40 ns were measured on one 2023 server core
 
@@ -51,17 +51,17 @@ class _Replica:
         for replica in self.block:
             replica.time, replica.fruitless = time, 0
 
-    def mates(self, packer: Packer, other: _Replica | None = None) -> list[np.ndarray]:
+    def mates(self, problem: PackingProblem, other: _Replica | None = None) -> list[np.ndarray]:
         """[M, 3] features of the replicas that it meets, `other` left out."""
         return [
-            packer.measure(r.items, r.bins, r.num_bins)[0]
+            problem.measure(r.items, r.bins, r.num_bins)[0]
             for r in self.block
             if r is not self and r is not other
         ]
 
 
 def polish(
-    packer: Packer,
+    problem: PackingProblem,
     group: int | None,
     candidates: list[Candidate],
     moves_between: bool,
@@ -73,7 +73,7 @@ def polish(
     """
     rng = np.random.Generator(np.random.PCG64(SEED))
     blocks: list[list[_Replica]] = [[] for _ in candidates]
-    linked = packer.layout.linked_replicas
+    linked = problem.layout.linked_replicas
     replicas = [_Replica(c, blocks[rank // linked]) for rank, c in enumerate(candidates)]
     while budget > 0:
         # The step is as long as its slowest replica, so only that one's plan is worth changing. It
@@ -87,7 +87,7 @@ def polish(
         slowest.fruitless += 1
         fast = by_time[max(1, len(by_time) // 2) :] if moves_between else []
         other = replicas[fast[int(rng.integers(len(fast)))]] if fast else None
-        budget -= _change(packer, group, slowest, other, rng)
+        budget -= _change(problem, group, slowest, other, rng)
     return [Candidate(time=r.time, packing=split(r.items, r.bins, r.num_bins)) for r in replicas]
 
 
@@ -98,15 +98,15 @@ def default_budget(candidates: list[Candidate], layout: Layout, seconds: float |
     to 2% of it, by a fixed time for each simulated op: no clock is read.
     """
     ops = 2 * max(len(c.packing) for c in candidates) * layout.num_virtual_stages
-    plans = min(max(BUDGET_OPS // ops, BUDGET_RANGE[0]), BUDGET_RANGE[1])
-    plans *= 1 + int(TRADES * np.log2(layout.dp))
+    plans = min(max(BUDGET_OPS // ops, BUDGET_PLANS[0]), BUDGET_PLANS[1])
+    plans *= 1 + int(TRADES_A_DOUBLING * np.log2(layout.dp))
     if seconds is None:
         return plans
     return min(plans, int(STEP_SHARE * seconds / (OP_SECONDS * ops)))
 
 
 def _change(
-    packer: Packer,
+    problem: PackingProblem,
     group: int | None,
     slow: _Replica,
     other: _Replica | None,
@@ -114,47 +114,47 @@ def _change(
 ) -> int:
     """Take the best of a batch of changes, if it gains; returns how many plans were simulated."""
     own, middle = len(slow.items), slow.num_bins
-    items, bins, batch, num_bins = slow.items, slow.bins, BATCH, middle
+    items, bins, batch, num_bins = slow.items, slow.bins, CHANGES_A_ROUND, middle
     if other is not None:
         items = np.concatenate([items, other.items])
         bins = np.concatenate([bins, middle + other.bins])
-        batch, num_bins = 2 * BATCH, middle + other.num_bins
+        batch, num_bins = 2 * CHANGES_A_ROUND, middle + other.num_bins
     changed = np.repeat(bins[None], batch, axis=0)
-    within = np.arange(BATCH)
+    within = np.arange(CHANGES_A_ROUND)
     _move_items(changed, within, own, range(own), range(middle), rng)
     # Every other plan is changed twice, to get out of where no single change helps.
     _move_items(changed, within[::2], own, range(own), range(middle), rng)
     _move_bins(changed, within[::3], middle, rng)
     if other is not None:
-        between, partners = np.arange(BATCH, batch), range(own, len(items))
+        between, partners = np.arange(CHANGES_A_ROUND, batch), range(own, len(items))
         _move_items(changed, between, own, partners, range(middle, num_bins), rng)
     # Bins of all changed plans are numbered through, so that one call measures them all.
-    features, fits = packer.measure(
+    features, fits = problem.measure(
         np.tile(items, batch),
         (changed + num_bins * np.arange(batch)[:, None]).ravel(),
         batch * num_bins,
     )
     features = features.reshape(batch, num_bins, -1)
     able = np.flatnonzero(fits.reshape(batch, num_bins).all(axis=1))
-    traded = able[able >= BATCH]
+    traded = able[able >= CHANGES_A_ROUND]
     # [2, C] step times of both replicas; infinite over the cap, 0 where the other's is unchanged
     times = np.stack([np.full(batch, np.inf), np.zeros(batch)])
     mine, others = features[:, :middle], features[:, middle:]
     if len(slow.block) == 1:
-        times[0, able], times[1, traded] = _step_times(packer, group, mine[able], others[traded])
+        times[0, able], times[1, traded] = _step_times(problem, group, mine[able], others[traded])
     elif other in slow.block:
-        beside = [others[able], *slow.mates(packer, other)]
-        times[0, able] = packer.step_times(group, mine[able], beside)
+        beside = [others[able], *slow.mates(problem, other)]
+        times[0, able] = problem.step_times(group, mine[able], beside)
     else:
-        times[0, able] = packer.step_times(group, mine[able], slow.mates(packer))
+        times[0, able] = problem.step_times(group, mine[able], slow.mates(problem))
         if other is not None and len(traded):
-            times[1, traded] = packer.step_times(group, others[traded], other.mates(packer))
+            times[1, traded] = problem.step_times(group, others[traded], other.mates(problem))
     best = int(np.argmin(times.max(axis=0)))
     if times[:, best].max() < slow.time * (1 - LEAST_GAIN):
         # An item belongs to the slow replica if it now lies in one of its bins, which come first.
         is_own = changed[best] < middle
         slow.take(items[is_own], changed[best, is_own], float(times[0, best]))
-        if other is not None and best >= BATCH:
+        if other is not None and best >= CHANGES_A_ROUND:
             time = float(times[0 if other in slow.block else 1, best])
             other.take(items[~is_own], changed[best, ~is_own] - middle, time)
     return len(able) + len(traded)
@@ -205,12 +205,14 @@ def _move_bins(
         bins[plan, moved] = place[bins[plan, moved]]
 
 
-def _step_times(packer: Packer, group: int | None, *replicas: np.ndarray) -> list[np.ndarray]:
+def _step_times(
+    problem: PackingProblem, group: int | None, *replicas: np.ndarray
+) -> list[np.ndarray]:
     """Step times of each replica's plans, [C, M, 3] each; of equal counts in one simulation."""
     if len({features.shape[1] for features in replicas}) == 1:
-        found = packer.step_times(group, np.concatenate(replicas))
+        found = problem.step_times(group, np.concatenate(replicas))
         return np.split(found, np.cumsum([len(features) for features in replicas])[:-1])
     return [
-        packer.step_times(group, features) if len(features) else np.empty(0)
+        problem.step_times(group, features) if len(features) else np.empty(0)
         for features in replicas
     ]

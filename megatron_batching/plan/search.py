@@ -26,7 +26,7 @@ from megatron_batching.plan.bound import lower_bounds, work_bound
 from megatron_batching.plan.counts import count_range, is_legal, legal_count, open_groups
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.options import BatchingOptions
-from megatron_batching.plan.pack import Candidate, Packer, Packing, small_ends
+from megatron_batching.plan.pack import Candidate, Packing, PackingProblem, small_ends
 from megatron_batching.plan.polish import default_budget, polish
 from megatron_batching.plan.spread import (
     Shares,
@@ -122,17 +122,17 @@ class Finalist:
 class Search:
     """One search; `run` gives group and packings, one a replica."""
 
-    def __init__(self, packer: Packer, layout: Layout, options: BatchingOptions) -> None:
-        self.packer, self.layout, self.options = packer, layout, options
-        self.bound = max(lower_bounds(packer, layout, options))
+    def __init__(self, problem: PackingProblem, layout: Layout, options: BatchingOptions) -> None:
+        self.problem, self.layout, self.options = problem, layout, options
+        self.bound = max(lower_bounds(problem, layout, options))
         self.low, self.high = count_range(options)
         self.num_tapers = len(TAPERS) if layout.vpp == 1 else INTERLEAVED_TAPERS
-        small = len(packer.items) * layout.num_virtual_stages <= SMALL_JOB
+        small = len(problem.items) * layout.num_virtual_stages <= SMALL_JOB
         self.enough = (1 + EXACT_GAP if small else 1 + GOOD_ENOUGH_GAP) * self.bound
 
     def run(self) -> tuple[int | None, list[Packing]]:
         """Search; ValueError when no plan keeps the limits."""
-        owned = owner_shares(self.packer, self.layout.dp)
+        owned = owner_shares(self.problem, self.layout.dp)
         if self.options.method == "baseline":
             baseline = self._baseline(owned)
             if not baseline:
@@ -141,7 +141,7 @@ class Search:
         shares = owned
         finalists: list[Finalist] = []
         if self.options.balance == "replicas" and self.layout.dp > 1:
-            shares = self._feasible(balanced_shares(self.packer, self.layout.dp))
+            shares = self._feasible(balanced_shares(self.problem, self.layout.dp))
         for attempt in range(NUM_REBALANCES + 1):
             # Each round plans all replicas for the shares at hand. Every plan that comes of it
             # stays in the running, since a rebalanced one need not be better.
@@ -155,10 +155,10 @@ class Search:
             # What a replica idles in its best plan counts as work of its own in the next spread, so
             # that replicas with deep bubbles get fewer samples.
             idle = self._idle(shares, best.candidates)
-            shares = self._feasible(rebalanced_shares(self.packer, shares, idle))
+            shares = self._feasible(rebalanced_shares(self.problem, shares, idle))
         # Owners that are this uneven cannot win, and need not be tried.
         if not finalists or min(f.time for f in finalists) > work_bound(
-            self.packer, owned, self.layout.pp
+            self.problem, owned, self.layout.pp
         ):
             finalists += self._baseline(owned)
         if not finalists:
@@ -167,12 +167,12 @@ class Search:
         return best.group, [candidate.packing for candidate in best.candidates]
 
     def _baseline(self, shares: Shares) -> list[Finalist]:
-        plan = plan_baseline(self.packer, shares, self.layout, self.options)
+        plan = plan_baseline(self.problem, shares, self.layout, self.options)
         if plan is None:
             return []
         group, packings = plan
-        features = np.stack([self.packer.features(packing) for packing in packings])
-        times = self.packer.step_times(group, features).tolist()
+        features = np.stack([self.problem.features(packing) for packing in packings])
+        times = self.problem.step_times(group, features).tolist()
         pairs = zip(times, packings, strict=True)
         candidates = [Candidate(time=t, packing=p) for t, p in pairs]
         return [self._met(Finalist(group=group, candidates=candidates))]
@@ -185,8 +185,8 @@ class Search:
         met: list[Candidate] = []
         for first in range(0, self.layout.dp, linked):
             packings = [c.packing for c in finalist.candidates[first : first + linked]]
-            features = [self.packer.features(packing) for packing in packings]
-            [time] = self.packer.step_times(finalist.group, features[0][None], features[1:])
+            features = [self.problem.features(packing) for packing in packings]
+            [time] = self.problem.step_times(finalist.group, features[0][None], features[1:])
             met += [Candidate(time=float(time), packing=packing) for packing in packings]
         return Finalist(group=finalist.group, candidates=met)
 
@@ -194,7 +194,7 @@ class Search:
         """The best of the finalists (fastest first) after polishing each."""
         if self._good_enough(finalists[0].time):
             return finalists[0]
-        seconds = finalists[0].time if self.packer.model.unit == "s" else None
+        seconds = finalists[0].time if self.problem.model.unit == "s" else None
         budget = self.options.search_budget or default_budget(
             finalists[0].candidates, self.layout, seconds
         )
@@ -213,7 +213,7 @@ class Search:
         group, candidates = finalist.group, finalist.candidates
         return Finalist(
             group=group,
-            candidates=polish(self.packer, group, candidates, moves_between, budget),
+            candidates=polish(self.problem, group, candidates, moves_between, budget),
         )
 
     def _good_enough(self, time: float) -> bool:
@@ -221,7 +221,7 @@ class Search:
 
     def _idle(self, shares: Shares, candidates: list[Candidate]) -> np.ndarray:
         """[dp] time on all stages together that each replica loses."""
-        work = np.array([self.packer.costs[share].sum() for share in shares])
+        work = np.array([self.problem.costs[share].sum() for share in shares])
         return np.array([c.time for c in candidates]) * self.layout.pp - work
 
     def _feasible(self, shares: Shares) -> Shares:
@@ -229,13 +229,13 @@ class Search:
         if self.high is None:
             return shares
         most = max((c for c in range(1, self.high + 1) if self._legal_groups(c)), default=0)
-        if not most or all(self.packer.least_count(share) <= most for share in shares):
+        if not most or all(self.problem.least_count(share) <= most for share in shares):
             return shares
-        tight = tight_shares(self.packer, self.layout.dp, most)
+        tight = tight_shares(self.problem, self.layout.dp, most)
         return shares if tight is None else tight
 
     def _infeasible(self, shares: Shares) -> ValueError:
-        least = [max(1, self.packer.least_count(share)) for share in shares]
+        least = [max(1, self.problem.least_count(share)) for share in shares]
         rank = int(np.argmax(least))
         needed = min(
             legal_count(max(self.low, least[rank]), self.layout, group)
@@ -257,7 +257,7 @@ class Search:
         """
         counts: set[int] = set()
         groups = open_groups(self.layout)
-        if self.packer.fixed:
+        if self.problem.fixed:
             counts = {legal_count(int(n), self.layout, g) for n in least for g in groups}
         else:
             # The ladder from the fewest micro-batches that hold any replica's samples up to one
@@ -282,9 +282,9 @@ class Search:
         """Best plans found for these shares."""
         dp = self.layout.dp
         table = Table(dp, dp if self.options.same_count else self.layout.linked_replicas)
-        least = np.array([max(self.low, 1, self.packer.least_count(s)) for s in shares])
+        least = np.array([max(self.low, 1, self.problem.least_count(s)) for s in shares])
         most = np.maximum(least, [len(share) for share in shares])
-        ranks = representatives(self.packer, shares, NUM_REPRESENTATIVES)
+        ranks = representatives(self.problem, shares, NUM_REPRESENTATIVES)
         settings = self._settings(least, most)
         wins = self._sweep(table, shares, ranks, least, settings)
         others = np.setdiff1d(np.arange(dp), ranks)
@@ -369,8 +369,8 @@ class Search:
             for packing in self._packings(
                 shares[rank], setting[0], 1 if quick else self.num_tapers
             ):
-                plain = self.packer.features(packing)
-                loads = self.packer.model.load(plain, self.packer.forward_only)
+                plain = self.problem.features(packing)
+                loads = self.problem.model.load(plain, self.problem.forward_only)
                 for order in _orders(loads, self.layout.pp)[: 1 if quick else None]:
                     owners.append(rank)
                     packings.append(packing)
@@ -378,7 +378,7 @@ class Search:
                     orders.append(order)
         if not owners:
             return []
-        times = self.packer.step_times(setting[1], np.stack(features))
+        times = self.problem.step_times(setting[1], np.stack(features))
         best: dict[int, int] = {}
         for i, rank in enumerate(owners):
             if rank not in best or times[i] < times[best[rank]]:
@@ -392,11 +392,11 @@ class Search:
         ]
 
     def _packings(self, share: np.ndarray, count: int, num_tapers: int) -> list[Packing]:
-        if self.packer.padded or len(share) <= count:
+        if self.problem.padded or len(share) <= count:
             num_tapers = 1
-        load = float(self.packer.costs[share].sum())
+        load = float(self.problem.costs[share].sum())
         tried = (
-            self.packer.pack(share, count, taper(count, least, length * self.layout.pp, load))
+            self.problem.pack(share, count, taper(count, least, length * self.layout.pp, load))
             for least, length in TAPERS[:num_tapers]
         )
         return [packing for packing in tried if packing is not None]

@@ -9,55 +9,55 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_batching.plan.pack import Packer, split
+from megatron_batching.plan.pack import PackingProblem, split
 from megatron_batching.plan.partition import descending, longest_first
 
 Shares = list[np.ndarray]
 
 
-def owner_shares(packer: Packer, dp: int) -> Shares:
+def owner_shares(problem: PackingProblem, dp: int) -> Shares:
     """The items of each replica as they lie now."""
-    return _collect(packer.items.owner, dp)
+    return _collect(problem.items.owner, dp)
 
 
-def balanced_shares(packer: Packer, dp: int) -> Shares:
+def balanced_shares(problem: PackingProblem, dp: int) -> Shares:
     """Items spread so that the replicas' costs are as equal as longest-first gets them."""
-    assignment = longest_first(packer.costs, packer.weights, dp, np.inf)
+    assignment = longest_first(problem.costs, problem.weights, dp, np.inf)
     assert assignment is not None
     return _collect(assignment, dp)
 
 
-def rebalanced_shares(packer: Packer, shares: Shares, idle: np.ndarray) -> Shares:
+def rebalanced_shares(problem: PackingProblem, shares: Shares, idle: np.ndarray) -> Shares:
     """Spread again: each replica keeps its costliest item, the rest fills up cost plus idle time.
 
     idle: [dp] time on all stages together that each replica is expected to lose.
     """
     dp = len(shares)
-    assignment = np.full(len(packer.items), -1, dtype=np.int64)
+    assignment = np.full(len(problem.items), -1, dtype=np.int64)
     initial = idle.astype(float).copy()
     for rank, share in enumerate(shares):
         if len(share):
-            kept = share[np.argmax(packer.costs[share])]
+            kept = share[np.argmax(problem.costs[share])]
             assignment[kept] = rank
-            initial[rank] += packer.costs[kept]
+            initial[rank] += problem.costs[kept]
     rest = np.flatnonzero(assignment < 0)
-    spread = longest_first(packer.costs[rest], packer.weights[rest], dp, np.inf, initial)
+    spread = longest_first(problem.costs[rest], problem.weights[rest], dp, np.inf, initial)
     assert spread is not None
     assignment[rest] = spread
     return _collect(assignment, dp)
 
 
-def tight_shares(packer: Packer, dp: int, most_count: int) -> Shares | None:
+def tight_shares(problem: PackingProblem, dp: int, most_count: int) -> Shares | None:
     """Shares that each fit into `most_count` micro-batches; None when none are found.
 
     All items are packed into as few micro-batches as possible, and whole micro-batches are dealt
     out, no more than `most_count` a replica.
     """
-    everything = np.arange(len(packer.items))
-    packing = packer.pack(everything, most_count * dp)
+    everything = np.arange(len(problem.items))
+    packing = problem.pack(everything, most_count * dp)
     if packing is None:
         return None
-    loads = packer.loads(packing)
+    loads = problem.loads(packing)
     held = np.array([len(items) > 0 for items in packing])
     dealt = longest_first(loads[held], np.ones(held.sum()), dp, most_count)
     assert dealt is not None
@@ -71,11 +71,11 @@ def _collect(assignment: np.ndarray, dp: int) -> Shares:
     return list(split(np.arange(len(assignment)), assignment, dp))
 
 
-def representatives(packer: Packer, shares: Shares, most: int) -> np.ndarray:
+def representatives(problem: PackingProblem, shares: Shares, most: int) -> np.ndarray:
     """Ranks that stand for all: the costliest items first, then evenly spaced by cost."""
     if len(shares) <= most:
         return np.arange(len(shares))
-    longest = np.array([packer.costs[share].max(initial=0.0) for share in shares])
+    longest = np.array([problem.costs[share].max(initial=0.0) for share in shares])
     by_longest = descending(longest)
     spaced = by_longest[np.linspace(0, len(shares) - 1, most - most // 2).astype(int)]
     return np.unique(np.concatenate([by_longest[: most // 2], spaced]))

@@ -23,10 +23,10 @@ from typing import Any
 
 from megatron_batching.plan.layout import Layout
 
-LAYOUT = "pipeline_model_parallel_layout"
-ENDS = tuple(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
-ACCOUNTS = tuple(f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
-SPLIT_OPTIONS = (*ENDS, *ACCOUNTS, LAYOUT)
+LAYOUT_OPTION = "pipeline_model_parallel_layout"
+END_OPTIONS = tuple(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
+ACCOUNT_OPTIONS = tuple(f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
+SPLIT_OPTIONS = (*END_OPTIONS, *ACCOUNT_OPTIONS, LAYOUT_OPTION)
 
 _LETTERS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss", "|": "|"}
 _MOST_LETTERS = 100_000  # of a layout, repeats written out
@@ -67,9 +67,9 @@ def pipeline_stages(config: Any, layout: Layout) -> tuple[Stage, ...]:
     >>> [stage.decoder_layers for stage in pipeline_stages(config, Layout(pp=2, vpp=2))]
     [0, 2, 2, 0]
     """
-    written = getattr(config, LAYOUT, None)
-    ends = [_layers_at_end(config, name) for name in ENDS]
-    extras = [_counts_as_layer(config, name) for name in ACCOUNTS]
+    written = getattr(config, LAYOUT_OPTION, None)
+    ends = [_layers_at_end(config, name) for name in END_OPTIONS]
+    extras = [_counts_as_layer(config, name) for name in ACCOUNT_OPTIONS]
     _check_together(config, written is not None, ends != [None, None], any(extras))
     if written is not None:
         return _written_stages(config, layout, written)
@@ -104,7 +104,7 @@ def work_shares(config: Any, stages: Sequence[Stage]) -> list[int]:
 
     Embedding and loss count as a layer where the config says so, and as nothing otherwise.
     """
-    extras = [_counts_as_layer(config, name) for name in ACCOUNTS]
+    extras = [_counts_as_layer(config, name) for name in ACCOUNT_OPTIONS]
     return [
         stage.decoder_layers
         + stage.mtp_layers
@@ -133,7 +133,7 @@ def _layers_at_end(config: Any, name: str) -> int | None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(
             f"{name}={value!r} must be a whole number of at least 1: the layers of that pipeline "
-            f"rank; a rank without layers can be written as {LAYOUT}"
+            f"rank; a rank without layers can be written as {LAYOUT_OPTION}"
         )
     return value
 
@@ -150,8 +150,8 @@ def _check_together(config: Any, is_written: bool, has_ends: bool, has_extras: b
         return
     given = [f"{name}={v!r}" for name in SPLIT_OPTIONS if (v := getattr(config, name, None))]
     raise ValueError(
-        f"{' and '.join(given)} say in two ways how layers are split; keep one: {LAYOUT}, or "
-        "num_layers_in_first_ and _last_pipeline_stage, or account_for_embedding_ and "
+        f"{' and '.join(given)} say in two ways how layers are split; keep one: {LAYOUT_OPTION}, "
+        "or num_layers_in_first_ and _last_pipeline_stage, or account_for_embedding_ and "
         "_loss_in_pipeline_split"
     )
 
@@ -167,7 +167,7 @@ def _equal(num_layers: int, layout: Layout, extras: Sequence[bool]) -> list[int]
             f"num_layers={num_layers}{with_extras} does not divide among the {num_stages} virtual "
             f"stages of pp {layout.pp} x vpp {layout.vpp}; change the number of layers or the "
             "layout, or give num_layers_in_first_ or _last_pipeline_stage, "
-            f"account_for_embedding_ or _loss_in_pipeline_split, or {LAYOUT}"
+            f"account_for_embedding_ or _loss_in_pipeline_split, or {LAYOUT_OPTION}"
         )
     layers = [each] * num_stages
     layers[0] -= extras[0]
@@ -179,7 +179,9 @@ def _equal(num_layers: int, layout: Layout, extras: Sequence[bool]) -> list[int]
 def _with_ends(num_layers: int, layout: Layout, ends: Sequence[int | None]) -> list[int]:
     """First or last rank of their own size, the others alike; each in equal chunks."""
     given = " and ".join(
-        f"{name}={layers}" for name, layers in zip(ENDS, ends, strict=True) if layers is not None
+        f"{name}={layers}"
+        for name, layers in zip(END_OPTIONS, ends, strict=True)
+        if layers is not None
     )
     own = [layers for layers in ends if layers is not None]
     others, left = layout.pp - len(own), num_layers - sum(own)
@@ -193,7 +195,7 @@ def _with_ends(num_layers: int, layout: Layout, ends: Sequence[int | None]) -> l
     if others and left % others:
         raise ValueError(
             f"{given} leave {left} of num_layers={num_layers}, which does not divide among the "
-            f"other {others} of pp {layout.pp} ranks; change these numbers or use {LAYOUT}"
+            f"other {others} of pp {layout.pp} ranks; change these numbers or use {LAYOUT_OPTION}"
         )
     ranks = [left // others if others else 0] * layout.pp
     if ends[0] is not None:
@@ -204,7 +206,8 @@ def _with_ends(num_layers: int, layout: Layout, ends: Sequence[int | None]) -> l
         if layers % layout.vpp:
             raise ValueError(
                 f"{given} with num_layers={num_layers} give pipeline rank {rank} {layers} layers, "
-                f"which does not divide by vpp={layout.vpp}; change these numbers or use {LAYOUT}"
+                f"which does not divide by vpp={layout.vpp}; change these numbers or use "
+                f"{LAYOUT_OPTION}"
             )
     return [layers // layout.vpp for layers in ranks] * layout.vpp
 
@@ -213,7 +216,7 @@ def _written_stages(config: Any, layout: Layout, written: Any) -> tuple[Stage, .
     """The stages that a `pipeline_model_parallel_layout` spells out."""
     # A built TransformerConfig holds Megatron's parsed form, which keeps what it was made from.
     text = getattr(written, "input_data", written)
-    said = f"{LAYOUT}={text!r}"
+    said = f"{LAYOUT_OPTION}={text!r}"
     parts = _parts(said, text)
     if len(parts) != layout.num_virtual_stages:
         raise ValueError(

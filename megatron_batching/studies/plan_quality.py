@@ -47,7 +47,7 @@ from megatron_batching.plan import (
 from megatron_batching.program import run as run_program
 from megatron_batching.schedules.files import write_whole
 
-CAPS = {
+TOKEN_CAPS = {
     "azure_code": 16384,
     "azure_conv": 16384,
     "deepseek_r1": 49152,
@@ -271,7 +271,9 @@ def main() -> None:
         if arguments.curve:
             draw_growth(rows, arguments.curve)
     else:
-        traces: dict[str, tuple[list[int] | None, int]] = {n: (None, c) for n, c in CAPS.items()}
+        traces: dict[str, tuple[list[int] | None, int]] = {
+            n: (None, c) for n, c in TOKEN_CAPS.items()
+        }
         for text in arguments.trace:
             path, _, cap = text.rpartition(":")
             if not path or not cap.isdigit():

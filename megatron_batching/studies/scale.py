@@ -38,12 +38,12 @@ from megatron_batching.program import run as run_program
 from megatron_batching.schedules import Communication
 from megatron_batching.schedules.files import write_whole
 
-CAPS = {"azure_code": 16_384, "azure_conv": 16_384, "deepseek_r1": 49_152}
+TOKEN_CAPS = {"azure_code": 16_384, "azure_conv": 16_384, "deepseek_r1": 49_152}
 LAYOUTS = (
     *({"pp": 16, "vpp": 4, "dp": dp} for dp in (1, 8, 32, 128)),
     *({"pp": pp, "vpp": 4, "dp": 128} for pp in (8, 4)),
 )
-LARGEST = {"pp": 16, "vpp": 4, "dp": 128}
+LARGEST_LAYOUT = {"pp": 16, "vpp": 4, "dp": 128}
 TP = 4  # of every layout: it divides all times alike and makes 16 x 128 ranks 8,192 GPUs
 EXCHANGED = Communication(planned_shapes=False)
 PLANNED = Communication(overlap_warmup_flush=True)
@@ -57,7 +57,7 @@ def measure(sizes: dict[str, int], trace: str, samples: int, features: Sequence[
     """
     layout = Layout(**sizes)
     lengths = sample_lengths(trace, samples * layout.dp, seed=layout.dp)
-    options = BatchingOptions(max_tokens_per_micro_batch=CAPS[trace])
+    options = BatchingOptions(max_tokens_per_micro_batch=TOKEN_CAPS[trace])
     model = verl_cost_model(layout)
     began = time.perf_counter()
     if has_verl():
@@ -127,8 +127,8 @@ def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     shades = (COLOURS["planned"], COLOURS["verl"], "#009e73")
-    for trace, colour in zip(CAPS, shades, strict=True):
-        own = [r for r in rows if r["trace"] == f"@{trace}" and r["pp"] == LARGEST["pp"]]
+    for trace, colour in zip(TOKEN_CAPS, shades, strict=True):
+        own = [r for r in rows if r["trace"] == f"@{trace}" and r["pp"] == LARGEST_LAYOUT["pp"]]
         dps = [row["dp"] for row in own]
         left.plot(dps, [row["speed_up"] for row in own], "o-", color=colour, label=f"@{trace}")
         right.plot(dps, [row["planning_s"] for row in own], "o-", color=colour)
@@ -160,8 +160,8 @@ def main() -> None:
     for sizes in LAYOUTS:
         if options.quick and sizes["dp"] > 8:
             continue
-        for trace in CAPS:
-            features = FEATURES if sizes == LARGEST or options.quick else ()
+        for trace in TOKEN_CAPS:
+            features = FEATURES if sizes == LARGEST_LAYOUT or options.quick else ()
             rows.append(measure(sizes, trace, options.samples, features))
             print(f"{sizes}, {trace}: {rows[-1]['speed_up']:.3f}x", flush=True)
     print_tables(rows)

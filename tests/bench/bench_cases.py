@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 
 from megatron_batching.bench import calibrate as calibrate_module
 from megatron_batching.bench import measure as measure_module
+from megatron_batching.bench.bench import run_bench
 from megatron_batching.bench.calibrate import measure_link, run_calibration
 from megatron_batching.bench.compute import GptCompute, Step, build_engine
 from megatron_batching.bench.fit import Link
@@ -22,7 +23,6 @@ from megatron_batching.bench.measure import measure
 from megatron_batching.bench.methods import Method, verl_rows
 from megatron_batching.bench.paced_costs import Costs, measure_costs
 from megatron_batching.bench.settings import METHODS, BenchConfig, Trace
-from megatron_batching.bench.suite import run_bench
 from megatron_batching.bench.train import run_training
 from megatron_batching.bench.train_config import load_config
 from megatron_batching.configs import find_config

@@ -19,7 +19,7 @@ from megatron_batching.plan import (
     plan_mini_batch,
     verl_cost_model,
 )
-from megatron_batching.plan.pack import Packer
+from megatron_batching.plan.pack import PackingProblem
 from megatron_batching.plan.planner import gather_items
 from megatron_batching.schedules import Communication
 
@@ -41,11 +41,11 @@ def test_one_answer_to_each_question(
 ) -> None:
     options, model = BatchingOptions(**batching), verl_cost_model(layout)  # type: ignore[arg-type]
     plan = plan_mini_batch(lengths, layout, options, model)
-    packer = Packer(gather_items(lengths, layout, options), layout, options, model)
+    problem = PackingProblem(gather_items(lengths, layout, options), layout, options, model)
     for replica in plan.replicas:
         packing = tuple(np.array(b.samples, dtype=int) for b in replica.micro_batches)
         features = plan.features(replica.dp_rank)
-        assert features.tolist() == packer.features(packing).tolist()
+        assert features.tolist() == problem.features(packing).tolist()
         assert features[:, 1].tolist() == [b.tokens for b in replica.micro_batches]
         shapes = plan.shapes(replica.dp_rank)
         assert [rows * width for rows, width in shapes] == [b.tokens for b in replica.micro_batches]

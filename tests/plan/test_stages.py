@@ -17,10 +17,16 @@ from hypothesis import strategies as st
 from megatron_batching.bench.train_config import load_config
 from megatron_batching.megatron.config import ModelConfig, stages_of
 from megatron_batching.plan import Layout
-from megatron_batching.plan.stages import ACCOUNTS, ENDS, LAYOUT, pipeline_stages
+from megatron_batching.plan.stages import (
+    ACCOUNT_OPTIONS,
+    END_OPTIONS,
+    LAYOUT_OPTION,
+    pipeline_stages,
+)
 
-FIRST, LAST = ENDS
-EMBEDDING, LOSS = ACCOUNTS
+LAYOUT = LAYOUT_OPTION
+FIRST, LAST = END_OPTIONS
+EMBEDDING, LOSS = ACCOUNT_OPTIONS
 
 
 def layers(num_layers: int, layout: Layout, **options: Any) -> list[int]:
@@ -175,11 +181,11 @@ def splits(draw: st.DrawFn) -> tuple[int, Layout, dict[str, Any]]:
         each = draw(st.integers(1, 3)) * layout.vpp
         own = {
             name: draw(st.integers(1, 6)) * draw(st.sampled_from([1, layout.vpp]))
-            for name in draw(st.sets(st.sampled_from(ENDS)))
+            for name in draw(st.sets(st.sampled_from(END_OPTIONS)))
         }
         return sum(own.values()) + each * max(pp - len(own), 0), layout, own
     if kind == "accounts":
-        extras = dict.fromkeys(draw(st.sets(st.sampled_from(ACCOUNTS))), True)
+        extras = dict.fromkeys(draw(st.sets(st.sampled_from(ACCOUNT_OPTIONS))), True)
         slack = draw(st.sampled_from([0, 0, 0, 1]))
         counted = layout.num_virtual_stages * draw(st.integers(1, 3)) + slack
         return max(counted - len(extras), 1), layout, extras

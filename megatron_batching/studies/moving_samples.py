@@ -1,6 +1,6 @@
 """What moving samples between replicas costs, and what it saves.
 
-Run: torchrun --nproc-per-node DP -m megatron_batching.studies.exchange [options]
+Run: torchrun --nproc-per-node DP -m megatron_batching.studies.moving_samples [options]
 
 Every process plays one replica and holds an equal share of each mini-batch, with the fields of a
 GRPO batch. Measured: sending samples to where the plan runs them and their log-probabilities and
@@ -49,7 +49,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rows = [_measure(name, cap, options) for name, cap in TRACES.items()]
     if dist.get_rank() == 0:
-        print(json.dumps({"benchmark": "exchange", "rows": rows, "machine": machine()}))
+        print(json.dumps({"benchmark": "moving samples", "rows": rows, "machine": machine()}))
     dist.destroy_process_group()
 
 
@@ -82,7 +82,7 @@ def _measure(name: str, cap: int, options: argparse.Namespace) -> dict[str, Any]
         "samples": len(lengths),
         "moved": moved.num_moved,
         "megabytes": sum(_size(_sample(n)) for n in lengths) / 1e6,
-        "exchange_s": slowest.item(),
+        "there_and_back_s": slowest.item(),
         "gain": gain,
         "break_even_step_s": slowest.item() / (1 - 1 / gain) if gain > 1 else None,
     }
