@@ -47,7 +47,7 @@ def simulate_many(
         schedule: the op order, the same for all candidates.
         forward: [C, M, S] time of each micro-batch on each virtual stage.
         backward: [C, M, S]; ignored by a forward-only schedule.
-        communication: how ranks exchange tensors.
+        communication: how tensors travel between ranks.
         tokens: [C, M]; needed with a finite bandwidth.
 
     Returns:

@@ -250,7 +250,7 @@ def measure_link(engine: PipelineEngine, after_s: float) -> Link:
     bytes_per_token /= layout.cp * (layout.tp if config.sequence_parallel else 1)
     if layout.pp == 1:
         return Link(after_s=after_s)
-    group = parallel_state.get_pipeline_model_parallel_group()
+    process_group = parallel_state.get_pipeline_model_parallel_group()
     peer = placement.pp_rank ^ 1
     seconds = []
     for tokens in (SMALL_MESSAGE, 64 * SMALL_MESSAGE):
@@ -262,7 +262,7 @@ def measure_link(engine: PipelineEngine, after_s: float) -> Link:
             start = time.perf_counter()
             for sends in (placement.pp_rank < peer, placement.pp_rank > peer):
                 act = dist.send if sends else dist.recv
-                act(tensor, dist.get_global_rank(group, peer), group=group)
+                act(tensor, dist.get_global_rank(process_group, peer), group=process_group)
             if placement.device.type == "cuda":
                 torch.cuda.synchronize()
             if turn:

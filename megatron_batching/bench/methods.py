@@ -1,8 +1,8 @@
 """The methods that `bench` compares, each as a plan and a way to communicate.
 
 All get the same mini-batch under the same cap. `verl` calls verl's own `rearrange_micro_batches` on
-every rank with the arguments of its Megatron engine (0.9.1: the count synced over the data-parallel
-group, divisible by the group with vpp > 1), the collectives included, and leaves Megatron to
+every rank with the arguments of its Megatron engine (0.9.1: the count synced over the replicas,
+divisible by the group with vpp > 1), the collectives included, and leaves Megatron to
 exchange shapes. The "no .." methods give the planner's plan with one thing as verl has it, which
 tells what that thing is worth among the others; switching it on alone in verl's plan would tell
 what it is worth by itself.
@@ -48,7 +48,7 @@ class Method:
     planned_shapes: bool
 
     def communication(self, **costs: float) -> Communication:
-        """How `run_schedule` then makes the ranks exchange tensors."""
+        """How tensors then travel between the ranks of `run_schedule`."""
         return Communication(
             planned_shapes=self.planned_shapes, overlap_warmup_flush=self.planned_shapes, **costs
         )

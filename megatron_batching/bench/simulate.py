@@ -62,7 +62,7 @@ def simulate_plan(
         plan: the plan.
         title: of the timeline.
         cost: as `load_cost_model` takes it; counts tokens when left out.
-        communication: how ranks exchange tensors.
+        communication: how tensors travel between ranks.
         replica: dp rank to show; the slowest when left out, -1 for all.
 
     Returns:
@@ -131,7 +131,7 @@ def run_simulate(
         plans: title and plan of each.
         outputs: what to draw and write.
         cost: as `load_cost_model` takes it.
-        communication: how ranks exchange tensors.
+        communication: how tensors travel between ranks.
         replica: dp rank to show; the slowest when left out, -1 for all.
 
     Raises:

@@ -1,7 +1,7 @@
 """Mini-batches, packing and padding, iterators for model chunks, outputs back in order."""
 
+from megatron_batching.data.all_to_all import all_to_all
 from megatron_batching.data.collate import Batch, aligned, batch_shape, collate
-from megatron_batching.data.exchange import exchange
 from megatron_batching.data.feed import MicroBatchFeed, restore_order
 from megatron_batching.data.mini_batch import MiniBatch, Sample
 from megatron_batching.data.shards import (
@@ -24,9 +24,9 @@ __all__ = [
     "ShardedMiniBatch",
     "Window",
     "aligned",
+    "all_to_all",
     "batch_shape",
     "collate",
-    "exchange",
     "move_samples",
     "restore_order",
     "send_home",

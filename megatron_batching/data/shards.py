@@ -3,8 +3,8 @@
 In reinforcement learning a replica receives its share of the rollout and nothing else. Everybody
 gathers the lengths (and what losses divide by), so everybody makes the same plan without
 another word. If the plan moves samples (`balance="replicas"`), those that leave are sent to where
-they run in one exchange, and whatever comes out of them is sent home in another, to lie where
-the sample came from. `balance="none"` moves nothing and exchanges nothing.
+they run in one all-to-all, and whatever comes out of them is sent home in another, to lie where
+the sample came from. `balance="none"` moves nothing and sends nothing.
 
 Trade-off: samples are sent as they are, over the data-parallel group; every rank of a replica
 receives its own copy, as every rank had one. Sending only the plan's difference from a previous
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron_batching.data.exchange import exchange, gather
+from megatron_batching.data.all_to_all import all_to_all, gather
 from megatron_batching.data.mini_batch import Sample, as_samples
 from megatron_batching.loss.aggregation import Counts
 from megatron_batching.plan import MicroBatchPlan
@@ -70,7 +70,7 @@ def move_samples(
         messages: list[dict[int, T]] = [{} for _ in holdings.counts]
         for n, sample in here.items():
             messages[runs_on[n]][n] = sample
-        here = {n: s for message in exchange(messages, group) for n, s in message.items()}
+        here = {n: s for message in all_to_all(messages, group) for n, s in message.items()}
     return dict(sorted(here.items()))
 
 
@@ -89,7 +89,7 @@ def send_home(
         messages: list[dict[int, T]] = [{} for _ in holdings.counts]
         for n, output in outputs.items():
             messages[holdings.owners[n]][n] = output
-        outputs = {n: o for message in exchange(messages, group) for n, o in message.items()}
+        outputs = {n: o for message in all_to_all(messages, group) for n, o in message.items()}
     return [outputs[n] for n in holdings.own]
 
 

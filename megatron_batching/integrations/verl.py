@@ -30,7 +30,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
 from megatron_batching.data import Holdings, move_samples, restore_order, send_home
-from megatron_batching.data.exchange import gather
+from megatron_batching.data.all_to_all import gather
 from megatron_batching.engine.run import run_replica
 from megatron_batching.integrations.verl_batch import (
     RowFormat,

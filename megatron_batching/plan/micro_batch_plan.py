@@ -156,7 +156,7 @@ class MicroBatchPlan:
         Args:
             dp_rank: the replica.
             model: times of the ops, and the unit of time.
-            communication: how ranks exchange tensors; by default as planning foretells it.
+            communication: how tensors travel between ranks; by default as planning foretells it.
         """
         linked = self.layout.linked_replicas
         first = dp_rank - dp_rank % linked

@@ -23,7 +23,7 @@ from torch import Tensor
 _ALIGN = 16  # bytes; so that any dtype may be read where its tensor begins
 
 
-def exchange(messages: Sequence[Any], group: dist.ProcessGroup | None) -> list[Any]:
+def all_to_all(messages: Sequence[Any], group: dist.ProcessGroup | None) -> list[Any]:
     """Send message r to rank r of the group; returns what each rank sent to this one.
 
     Tensors arrive on the CPU, whatever they lay on; this rank's message to itself is returned as

@@ -1,4 +1,4 @@
-"""What the workers of the exchange tests run."""
+"""What the workers of the tests of moving samples run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_batching.data import Holdings, exchange, move_samples, send_home
+from megatron_batching.data import Holdings, all_to_all, move_samples, send_home
 from megatron_batching.megatron.parallel import initialize
 from megatron_batching.plan import BatchingOptions, Layout, plan_mini_batch
 
@@ -42,10 +42,10 @@ def assert_same(found: dict[str, Any], n: int) -> None:
 def anything_travels(dp: int) -> None:
     placement = initialize(Layout(dp=dp), device="cpu")
     me = placement.rank
-    received = exchange([sample(10 * me + to + 1) for to in range(dp)], dist.group.WORLD)
+    received = all_to_all([sample(10 * me + to + 1) for to in range(dp)], dist.group.WORLD)
     for source, message in enumerate(received):
         assert_same(message, 10 * source + me + 1)
-    assert exchange([None] * dp, dist.group.WORLD) == [None] * dp
+    assert all_to_all([None] * dp, dist.group.WORLD) == [None] * dp
 
 
 def there_and_back(dp: int, shards: list[list[int]], balance: str) -> int:
