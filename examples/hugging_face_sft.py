@@ -28,16 +28,9 @@ from megatron_batching.plan import BatchingOptions, Layout
 
 def make_model(folder: Path) -> None:
     """A Qwen3 of four layers with random weights."""
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-    )
+    layers = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = Qwen3Config(vocab_size=128, max_position_embeddings=512, **layers, **heads)
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 

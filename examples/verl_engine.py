@@ -26,17 +26,10 @@ VOCABULARY = 128
 
 def make_model(folder: str) -> None:
     """A Qwen2 of four layers with random weights."""
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        architectures=["Qwen2ForCausalLM"],
-    )
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    kind = {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": False}
+    config = Qwen2Config(vocab_size=VOCABULARY, **sizes, **heads, **kind)
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megatron_batching.bench.fit import Link, StageFit, fit_cost_model, write_cost_file
+from megatron_batching.bench.fit import Calibration, Link, StageFit, fit_cost_model, write_cost_file
 from megatron_batching.bench.outputs import on_rank_zero
 from megatron_batching.bench.recording import Recording
 from megatron_batching.bench.settings import BenchConfig
@@ -86,7 +86,8 @@ def fit_recordings(sources: Sequence[str], output: Path) -> None:
     check_file(output, "--output")
     recordings = [Recording.from_json(read_json(source)) for source in sources]
     model, fits = fit_cost_model(recordings)
-    _finish(_console(), output, model, fits, Link(), {"recordings": list(sources)})
+    about = {"recordings": list(sources)}
+    _finish(_console(), output, Calibration(model=model, fits=fits, link=Link(), about=about))
 
 
 def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> None:
@@ -136,7 +137,7 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
         "held_out_errors": errors,
         "machine": machine(),
     }
-    _finish(console, output, model, fits, link, about)
+    _finish(console, output, Calibration(model=model, fits=fits, link=link, about=about))
     shut_down()
 
 
@@ -287,25 +288,18 @@ def _describe_link(link: Link) -> str:
     )
 
 
-def _finish(
-    console: Console,
-    output: Path,
-    model: CostModel,
-    fits: dict[str, list[StageFit]],
-    link: Link,
-    about: dict[str, Any],
-) -> None:
-    console.print(_fit_table(fits))
+def _finish(console: Console, output: Path, found: Calibration) -> None:
+    console.print(_fit_table(found.fits))
     result = {
         "benchmark": "calibrate",
-        "least_r_squared": min(f.r_squared for of_stage in fits.values() for f in of_stage),
-        "cost_model": model.to_json(),
-        "communication": asdict(link),
-        **about,
+        "least_r_squared": min(f.r_squared for of_stage in found.fits.values() for f in of_stage),
+        "cost_model": found.model.to_json(),
+        "communication": asdict(found.link),
+        **found.about,
     }
     if console.quiet:
         return
-    write_cost_file(output, model, fits, link, about)
+    write_cost_file(output, found)
     console.print(f"wrote {output}: pass it as --cost to plan, simulate and bench")
     print(json.dumps(result), flush=True)
 

@@ -187,22 +187,33 @@ def _require_slope(name: str, of_stage: Sequence[StageFit]) -> None:
     )
 
 
-def write_cost_file(
-    path: Path,
-    model: CostModel,
-    fits: dict[str, list[StageFit]],
-    link: Link,
-    about: dict[str, Any],
-) -> Path:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calibration:
+    """What a machine's steps cost, as it was found out.
+
+    Attributes:
+        model: times of ops, in seconds.
+        fits: "forward" and "backward" -> the fit of each virtual stage.
+        link: what messages cost, and the end of the step.
+        about: of what, where and how well it was measured; for readers.
+    """
+
+    model: CostModel
+    fits: dict[str, list[StageFit]]
+    link: Link
+    about: dict[str, Any]
+
+
+def write_cost_file(path: Path, found: Calibration) -> Path:
     """Write the YAML that `--cost` takes; what it says beside the coefficients is for readers."""
     quality = {
         name: [{k: v for k, v in asdict(fit).items() if k != "coefficients"} for fit in of_stage]
-        for name, of_stage in fits.items()
+        for name, of_stage in found.fits.items()
     }
     values = {
-        **model.to_json(),
-        "communication": asdict(link),
-        "calibration": {"fit": quality, **about},
+        **found.model.to_json(),
+        "communication": asdict(found.link),
+        "calibration": {"fit": quality, **found.about},
     }
     return write_text(path, OmegaConf.to_yaml(OmegaConf.create(values)))
 

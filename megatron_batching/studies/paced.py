@@ -22,7 +22,7 @@ import json
 import os
 import random
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,11 @@ class PacedCase:
     planned_shapes: bool
     prefetch: bool = False
 
+    @property
+    def layout(self) -> tuple[int, int]:
+        """pp and vpp."""
+        return self.schedule.pp, self.schedule.vpp
+
     def run(self, placement: Placement) -> tuple[Event, ...]:
         """Run one step on this rank; events count from its start of the step."""
         model = build_paced_model(placement)
@@ -93,31 +98,39 @@ class PacedCase:
         return simulate(self.schedule, times, communication)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PacedFigures:
-    """One plan, foretold and measured; its fields are the keys of the JSON row.
+    """One plan, foretold and measured.
 
     Attributes:
-        pp: pipeline ranks.
-        vpp: chunks a rank.
-        num_micro_batches: of the plan.
-        group: `microbatch_group_size_per_vp_stage`; None without interleaving.
-        name: what is special about the plan.
-        planned_shapes: whether receivers know the shapes.
+        case: the plan.
         predicted_s: seconds of the simulated step.
         measured_s: seconds of the fastest measured step.
-        error: the former over the latter, less 1.
     """
 
-    pp: int
-    vpp: int
-    num_micro_batches: int
-    group: int | None
-    name: str
-    planned_shapes: bool
+    case: PacedCase
     predicted_s: float
     measured_s: float
-    error: float
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is off, relative to the measured step."""
+        return self.predicted_s / self.measured_s - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The row of the results."""
+        schedule = self.case.schedule
+        return {
+            "pp": schedule.pp,
+            "vpp": schedule.vpp,
+            "num_micro_batches": schedule.num_micro_batches,
+            "group": schedule.group,
+            "name": self.case.name,
+            "planned_shapes": self.case.planned_shapes,
+            "predicted_s": self.predicted_s,
+            "measured_s": self.measured_s,
+            "error": self.error,
+        }
 
 
 def make_cases(pp: int, vpp: int, seed: int = 0) -> list[PacedCase]:
@@ -203,7 +216,7 @@ def count_ranked(
         (a, b)
         for i, a in enumerate(results)
         for b in results[:i]
-        if (a.pp, a.vpp) == (b.pp, b.vpp)
+        if a.case.layout == b.case.layout
         and abs(a.predicted_s - b.predicted_s) > margin * min(a.predicted_s, b.predicted_s)
     ]
     drawn = random.Random(0).sample(pairs, min(num_pairs, len(pairs)))
@@ -256,7 +269,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         summary = summarize(results, costs)
         if options.output is not None:
-            everything = summary | {"results": [asdict(result) for result in results]}
+            everything = summary | {"results": [result.to_json() for result in results]}
             write_text(options.output / "paced.json", json.dumps(everything, indent=1))
         print(json.dumps(summary), flush=True)
     shut_down()
@@ -271,11 +284,13 @@ def _report(
 ) -> PacedFigures:
     simulation = case.predict(costs)
     schedule = case.schedule
-    error = simulation.step_time / timeline.step_time_s - 1
+    figures = PacedFigures(
+        case=case, predicted_s=simulation.step_time, measured_s=timeline.step_time_s
+    )
     print(
         f"pp{schedule.pp} vpp{schedule.vpp} M{schedule.num_micro_batches:<3}"
         f"group {schedule.group or '-':<3} {case.name:<26} predicted {simulation.step_time:.3f} s  "
-        f"measured {timeline.step_time_s:.3f} s  error {error:+.1%}",
+        f"measured {timeline.step_time_s:.3f} s  error {figures.error:+.1%}",
         flush=True,
     )
     if output is not None:
@@ -284,17 +299,7 @@ def _report(
         for source in (predicted, timeline):
             path = output / f"case{number:02}_{source.source}.json"
             write_text(path, json.dumps(source.to_json()))
-    return PacedFigures(
-        pp=schedule.pp,
-        vpp=schedule.vpp,
-        num_micro_batches=schedule.num_micro_batches,
-        group=schedule.group,
-        name=case.name,
-        planned_shapes=case.planned_shapes,
-        predicted_s=simulation.step_time,
-        measured_s=timeline.step_time_s,
-        error=error,
-    )
+    return figures
 
 
 if __name__ == "__main__":

@@ -20,7 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_batching.bench.calibrate import calibration_rows
-from megatron_batching.bench.fit import Link, fit_cost_model, fit_stage, read_link, write_cost_file
+from megatron_batching.bench.fit import (
+    Calibration,
+    Link,
+    fit_cost_model,
+    fit_stage,
+    read_link,
+    write_cost_file,
+)
 from megatron_batching.bench.methods import Method, without
 from megatron_batching.bench.outputs import Outputs
 from megatron_batching.bench.recording import RankMessages, Recording
@@ -152,7 +159,8 @@ def test_time_between_ops_is_charged_to_them(recording: Recording) -> None:
 def test_cost_file_reads_back(tmp_path: Path, recording: Recording) -> None:
     model, fits = fit_cost_model([recording])
     link = Link(latency=1e-4, bandwidth=2e9, bytes_per_token=64.0, after_s=0.01)
-    path = str(write_cost_file(tmp_path / "new" / "cost.yaml", model, fits, link, {"who": "test"}))
+    found = Calibration(model=model, fits=fits, link=link, about={"who": "test"})
+    path = str(write_cost_file(tmp_path / "new" / "cost.yaml", found))
     assert load_cost_model(path, LAYOUT) == model
     assert read_link(path) == link
     assert read_link("verl") == Link()

@@ -176,17 +176,7 @@ def test_benchmark_covers_what_it_should() -> None:
     assert any(s.group not in (None, s.pp) for s in schedules)
     assert any(s.group and s.num_micro_batches % s.group for s in schedules)
     plans = [
-        PacedFigures(
-            pp=2,
-            vpp=1,
-            num_micro_batches=4,
-            group=None,
-            name="plan",
-            planned_shapes=True,
-            predicted_s=predicted,
-            measured_s=measured,
-            error=predicted / measured - 1,
-        )
+        PacedFigures(case=cases[0], predicted_s=predicted, measured_s=measured)
         for predicted, measured in ((1.0, 1.1), (1.01, 1.0), (2.0, 2.1), (3.0, 2.0))
     ]
     assert count_ranked(plans) == (4, 5)  # 1.0 and 1.01 are too close, 2.0 and 3.0 swapped
