@@ -13,6 +13,7 @@ a ValueError of one line. pickle is not read from files anywhere in this package
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import json
 import math
@@ -256,6 +257,16 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(
             f"{name}={shortened(value)} is unknown: choose one of {', '.join(choices)}"
         )
+
+
+def key_hint(key: object, known: Sequence[str], prefix: str = "") -> str:
+    """What may have been meant by a key that is not known.
+
+    >>> key_hint("balence", ["balance", "order"], "batching.")
+    'did you mean batching.balance?'
+    """
+    close = difflib.get_close_matches(str(key), known, n=1)
+    return f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(known)}"
 
 
 def check_field_types(value: Any, prefix: str = "") -> None:

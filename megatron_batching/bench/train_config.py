@@ -6,7 +6,6 @@ torch or Megatron, so that a wrong key is reported at once.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from megatron_batching.bench.schema import merge_into
 from megatron_batching.megatron.config import Device, ModelConfig, OptimizerSettings, stages_of
 from megatron_batching.plan import BatchingOptions, Layout
 from megatron_batching.plan.layout import check_positive
-from megatron_batching.schedules.files import check_choice, check_field_types, parsing
+from megatron_batching.schedules.files import check_choice, check_field_types, key_hint, parsing
 
 T = TypeVar("T")
 MOST_SEED = 2**31  # torch's generators take more, numpy's and Megatron's sums of seeds do not
@@ -181,9 +180,7 @@ def _check_keys(section: Mapping[str, Any], cls: type, *, prefix: str) -> None:
     known = [f.name for f in fields(cls)]
     for key in section:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(known)}"
-            raise ValueError(f"unknown config key {prefix}{key}; {hint}")
+            raise ValueError(f"unknown config key {prefix}{key}; {key_hint(key, known, prefix)}")
 
 
 def _typed(cls: type[T], section: Mapping[str, Any]) -> T:

@@ -7,7 +7,6 @@ dataclasses refuse keys that they do not know.
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import get_args
 import yaml
 
 from megatron_batching.plan.options import Balance, Method, Oversize
-from megatron_batching.schedules.files import check_choice, check_field_types, parsing
+from megatron_batching.schedules.files import check_choice, check_field_types, key_hint, parsing
 
 VARIABLE = "MEGATRON_BATCHING_CONFIG"
 
@@ -82,7 +81,5 @@ def load_settings(path: str | Path | None = None) -> VerlSettings:
     known = [f.name for f in fields(VerlSettings)]
     for key in values:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-            raise ValueError(f"{VARIABLE}={path}: unknown key {key}; {hint}")
+            raise ValueError(f"{VARIABLE}={path}: unknown key {key}; {key_hint(key, known)}")
     return VerlSettings(**values)

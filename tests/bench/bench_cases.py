@@ -28,9 +28,10 @@ from megatron_batching.bench.train_config import load_config
 from megatron_batching.configs import find_config
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.megatron.config import ModelConfig
-from megatron_batching.megatron.messages import RecordedMessage, StepMessages
+from megatron_batching.megatron.messages import StepMessages
 from megatron_batching.megatron.parallel import initialize
 from megatron_batching.plan import CostModel, Layout, read_lengths
+from tests.bench.waits import waits_between
 
 TRAIN = [
     "layout={pp: 2, vpp: 1, dp: 1}",
@@ -118,19 +119,12 @@ def calibrate(output: str, slower: float = 1.0) -> str:
         simulation = method.plan.simulate(0, TOLD)
         events = [e for e in simulation.timeline().events if e.pp_rank == rank]
         events.sort(key=lambda event: event.start_s)
-        ends = [0.0, *(event.end_s for event in events)]
-        waits = tuple(
-            RecordedMessage(
-                direction="recv_prev", op=e.op, posted_s=end, wait_s=end, end_s=e.start_s
-            )
-            for end, e in zip(ends, events, strict=False)
-        )
         factor = slower if method.name == "held out" else 1.0
         return replace(
             step,
             seconds=simulation.step_time * factor,
             events=tuple(events),
-            messages=StepMessages(start_s=0.0, messages=waits),
+            messages=StepMessages(start_s=0.0, messages=waits_between(events)),
         )
 
     printed = io.StringIO()

@@ -49,6 +49,7 @@ from megatron_batching.plan import (
     verl_cost_model,
 )
 from megatron_batching.schedules import Event, Op, Timeline
+from tests.bench.waits import waits_between
 
 LENGTHS = (400, 30, 170, 64, 90, 220, 50, 310, 120, 45, 77, 260)
 LAYOUT = Layout(pp=2, vpp=2, dp=2)
@@ -137,14 +138,7 @@ def _idle(recording: Recording) -> tuple[RankMessages, ...]:
         events = [
             e for e in recording.timeline.events if (e.dp_rank, e.pp_rank) == (dp_rank, pp_rank)
         ]
-        events.sort(key=lambda event: event.start_s)
-        ends = [0.0, *(event.end_s for event in events)]
-        messages = tuple(
-            RecordedMessage(
-                direction="recv_prev", op=e.op, posted_s=end, wait_s=end, end_s=e.start_s
-            )
-            for end, e in zip(ends, events, strict=False)
-        )
+        messages = waits_between(events)
         ranks.append(RankMessages(dp_rank=dp_rank, pp_rank=pp_rank, messages=messages))
     return tuple(ranks)
 
