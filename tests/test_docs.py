@@ -5,6 +5,7 @@ Run: pytest tests/test_docs.py
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from tests.support import ROOT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+TOUR = ROOT / "docs" / "tour.md"
 PUBLIC = ("plan", "schedules", "loss", "data", "megatron", "engine")
 
 
@@ -41,6 +43,26 @@ def test_paths_and_modules_in_the_text_exist(page: Path) -> None:
     for module in re.findall(r"-m (megatron_batching\.[\w.]+)", text):
         file = ROOT / (module.replace(".", "/") + ".py")
         assert file.exists() or file.with_suffix("").is_dir(), f"no module {module}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_names_stand_in_the_file_that_the_text_says(page: Path) -> None:
+    named = re.findall(
+        r"`([A-Za-z_.]+)` in\s`((?:megatron_batching|schedules)/[\w/]+\.py)`", page.read_text()
+    )
+    for name, path in named:
+        body = ast.parse((ROOT / path).read_text()).body
+        for part in name.split("."):
+            found = [node for node in body if getattr(node, "name", None) == part]
+            assert found, f"{page_name(page)}: no {name} in {path}"
+            body = getattr(found[0], "body", [])
+
+
+def test_snippets_of_the_tour_run() -> None:
+    snippets = re.findall(r"^```python\n(.*?)^```", TOUR.read_text(), re.M | re.S)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        exec(snippet, {"__name__": "snippet"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
