@@ -82,7 +82,7 @@ def main() -> None:
                 print(f"step {step}: loss {report.loss:.4f}")
         save_hugging_face(engine.model, target, source=source)
         unseen = make_mini_batch(vocab_size, 3)
-        loss = engine.forward_backward_batch(unseen, forward_only=True).loss
+        loss = engine.train_batch(unseen).loss  # of the weights as they were written
         if placement.rank == 0:
             theirs = transformers_loss(target, unseen)
             print(f"afterwards: loss {loss:.4f} here, {theirs:.4f} of the new folder")
