@@ -97,7 +97,8 @@ class _Pickler(pickle.Pickler):
         return obj.dtype, tuple(obj.shape)
 
     def reducer_override(self, obj: Any) -> Any:
-        # Of no type in particular: torch's class of jagged tensors is not public.
+        # Of no type in particular: torch's class of jagged tensors is not public, and neither is
+        # the number of the dimension that is jagged (2.13).
         if getattr(obj, "is_nested", False) and obj.layout == torch.jagged:
             return _jagged, (obj.values(), obj.offsets(), obj._ragged_idx)
         return NotImplemented
@@ -120,9 +121,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _jagged(values: Tensor, offsets: Tensor, ragged_idx: int) -> Tensor:
-    nested: Any = torch.nested.nested_tensor_from_jagged(values, offsets)
-    nested._ragged_idx = ragged_idx
-    return nested
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged_idx)
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

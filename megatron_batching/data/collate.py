@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import get_args
 
@@ -199,17 +199,7 @@ def collate(
     weights = [1.0] * len(samples) if sequence_weights is None else sequence_weights
     rows, width = _checked_shape(samples, weights, packing=packing, align=align, width=width)
     slots = _slots([len(s) for s in samples], packing=packing, align=align)
-
-    def laid_out(pieces: Sequence[Tensor], dtype: torch.dtype, fill: int = 0) -> Tensor:
-        """[b, s] with each piece at the start of its sample's slot."""
-        whole = torch.full((rows, width), fill, dtype=dtype)
-        for (row, start, _), piece in zip(slots, pieces, strict=True):
-            whole[row, start : start + piece.numel()] = piece
-        if device is not None and device.type == "cuda":
-            # A copy from pinned memory is queued, not waited for.
-            whole = whole.pin_memory()
-        return whole.to(device, non_blocking=True)
-
+    lay_out = partial(_laid_out, slots=slots, shape=(rows, width), device=device)
     for sample in samples:
         sample.require_fields(fields)
     # Entry i of a sample's mask or field concerns the prediction of its token i, which the model
@@ -217,23 +207,42 @@ def collate(
     # token, and all are laid out one position to the left of where they stood.
     masks = [s.loss_mask[1:].double() for s in samples]
     return Batch(
-        input_ids=laid_out([s.input_ids for s in samples], torch.int64, PAD_ID),
-        labels=laid_out([s.input_ids[1:] for s in samples], torch.int64, PAD_ID),
-        loss_mask=laid_out(masks, torch.float32),
-        position_ids=laid_out([torch.arange(len(s)) for s in samples], torch.int64),
+        input_ids=lay_out([s.input_ids for s in samples], torch.int64, PAD_ID),
+        labels=lay_out([s.input_ids[1:] for s in samples], torch.int64, PAD_ID),
+        loss_mask=lay_out(masks, torch.float32),
+        position_ids=lay_out([torch.arange(len(s)) for s in samples], torch.int64),
         slots=slots,
         packing=packing,
-        loss_weights=laid_out([m * w for m, w in zip(masks, weights, strict=True)], torch.float64),
-        sequence_weights=laid_out(
+        loss_weights=lay_out([m * w for m, w in zip(masks, weights, strict=True)], torch.float64),
+        sequence_weights=lay_out(
             [m / n if (n := m.sum()) > 0 else m for m in masks], torch.float64
         ),
-        is_token=laid_out([torch.ones(len(s)) for s in samples], torch.bool),
+        is_token=lay_out([torch.ones(len(s)) for s in samples], torch.bool),
         num_tokens=sum(len(s) for s in samples),
         width=width,
         fields={
-            name: laid_out([s.fields[name][1:] for s in samples], torch.float64) for name in fields
+            name: lay_out([s.fields[name][1:] for s in samples], torch.float64) for name in fields
         },
     )
+
+
+def _laid_out(
+    pieces: Sequence[Tensor],
+    dtype: torch.dtype,
+    fill: int = 0,
+    *,
+    slots: Sequence[tuple[int, int, int]],
+    shape: tuple[int, int],
+    device: torch.device | None,
+) -> Tensor:
+    """[b, s] with each piece at the start of its sample's slot."""
+    whole = torch.full(shape, fill, dtype=dtype)
+    for (row, start, _), piece in zip(slots, pieces, strict=True):
+        whole[row, start : start + piece.numel()] = piece
+    if device is not None and device.type == "cuda":
+        # A copy from pinned memory is queued, not waited for.
+        whole = whole.pin_memory()
+    return whole.to(device, non_blocking=True)
 
 
 def _slots(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -128,54 +129,88 @@ def check_samples(
     fields = as_names(fields)
     if not samples:
         return
-    numbers, held = tuple(samples), tuple(samples.values())
     if fields:
         for number, sample in samples.items():
             sample.require_fields(fields, f"sample {number}")
-    lengths = torch.tensor([len(sample) for sample in held])
-    if limits.max_length is not None and lengths.max() > limits.max_length:
-        i = int((lengths > limits.max_length).nonzero()[0])
-        raise ValueError(
-            f"sample {numbers[i]} has {lengths[i]} tokens, but the model has {limits.max_length} "
-            "learned position embeddings; cut the sample, or raise max_sequence_length"
-        )
-    starts = lengths.cumsum(0) - lengths
+    joined = _Joined(samples)
+    joined.check_lengths(limits.max_length)
+    joined.check_token_ids(limits.vocab_size)
+    joined.check_loss_mask()
+    for name in fields:
+        joined.check_field(name)
 
-    def place(wrong: Tensor, values: Tensor, name: str) -> str:
-        """The first wrong entry, in words."""
-        at = int(wrong.nonzero()[0])
-        i = int(torch.searchsorted(starts, at, right=True)) - 1
-        return f"sample {numbers[i]}, position {at - int(starts[i])}: {name} {values[at].item()}"
 
-    ids = _joined([sample.input_ids for sample in held])
-    least, most = (x.item() for x in ids.aminmax())
-    if least < 0 or (limits.vocab_size is not None and most >= limits.vocab_size):
-        end = most + 1 if limits.vocab_size is None else limits.vocab_size
-        raise ValueError(
-            f"{place((ids < 0) | (ids >= end), ids, 'token id')} is outside the vocabulary"
-            + ("" if limits.vocab_size is None else f" of {limits.vocab_size}")
-            + "; what shall not be learned is marked in loss_mask, not by an id"
-        )
-    masks = _joined([sample.loss_mask for sample in held])
-    if masks.dtype != torch.bool:
+class _Joined:
+    """Samples laid end to end, so that one pass tells whether any entry is wrong.
+
+    Args:
+        samples: one or more, by their number in the global mini-batch.
+    """
+
+    def __init__(self, samples: Mapping[int, Sample]) -> None:
+        self._numbers, self._samples = tuple(samples), tuple(samples.values())
+        self._lengths = torch.tensor([len(sample) for sample in self._samples])
+        self._starts = self._lengths.cumsum(0) - self._lengths
+        self._masks = _joined([sample.loss_mask for sample in self._samples])
+
+    def check_lengths(self, max_length: int | None) -> None:
+        """Raise ValueError if a sample has more tokens than there are learned positions."""
+        if max_length is not None and self._lengths.max() > max_length:
+            i = int((self._lengths > max_length).nonzero()[0])
+            raise ValueError(
+                f"sample {self._numbers[i]} has {self._lengths[i]} tokens, but the model has "
+                f"{max_length} learned position embeddings; cut the sample, or raise "
+                "max_sequence_length"
+            )
+
+    def check_token_ids(self, vocab_size: int | None) -> None:
+        """Raise ValueError if a token id is negative, or not below the vocabulary's size."""
+        ids = _joined([sample.input_ids for sample in self._samples])
+        least, most = (x.item() for x in ids.aminmax())
+        if least < 0 or (vocab_size is not None and most >= vocab_size):
+            end = most + 1 if vocab_size is None else vocab_size
+            raise ValueError(
+                f"{self._first((ids < 0) | (ids >= end), ids, 'token id')} is outside the "
+                + ("vocabulary" if vocab_size is None else f"vocabulary of {vocab_size}")
+                + "; what shall not be learned is marked in loss_mask, not by an id"
+            )
+
+    def check_loss_mask(self) -> None:
+        """Raise ValueError if a loss weight is negative or not finite."""
+        masks = self._masks
+        if masks.dtype == torch.bool:
+            return
         least, most = (x.item() for x in masks.aminmax())
         if not (least >= 0 and most < float("inf")):  # NaN compares false
+            wrong = ~((masks >= 0) & (masks < float("inf")))
             raise ValueError(
-                f"{place(~((masks >= 0) & (masks < float('inf'))), masks, 'loss weight')} must be "
-                "finite and not negative; put the sign into the loss, through a field"
+                f"{self._first(wrong, masks, 'loss weight')} must be finite and not negative; put "
+                "the sign into the loss, through a field"
             )
-    if not fields:
-        return
-    counted = masks > 0
-    counted[starts.to(masks.device)] = False  # what a first token is predicted by is never used
-    for name in fields:
-        values = _joined([sample.fields[name] for sample in held])
-        wrong = values.isfinite().logical_not_().logical_and_(counted.to(values.device))
+
+    def check_field(self, name: str) -> None:
+        """Raise ValueError if a field is not finite where the loss counts."""
+        values = _joined([sample.fields[name] for sample in self._samples])
+        wrong = values.isfinite().logical_not_().logical_and_(self._counted.to(values.device))
         if wrong.any():
             raise ValueError(
-                f"{place(wrong, values, f'field {name} is')}, where the loss counts; give a finite "
-                "value, or 0 in loss_mask"
+                f"{self._first(wrong, values, f'field {name} is')}, where the loss counts; give a "
+                "finite value, or 0 in loss_mask"
             )
+
+    @cached_property
+    def _counted(self) -> Tensor:
+        counted = self._masks > 0
+        # What a first token is predicted by is never used.
+        counted[self._starts.to(counted.device)] = False
+        return counted
+
+    def _first(self, wrong: Tensor, values: Tensor, name: str) -> str:
+        """The first wrong entry, in words."""
+        at = int(wrong.nonzero()[0])
+        i = int(torch.searchsorted(self._starts, at, right=True)) - 1
+        position = at - int(self._starts[i])
+        return f"sample {self._numbers[i]}, position {position}: {name} {values[at].item()}"
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

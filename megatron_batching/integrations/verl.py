@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -59,6 +60,15 @@ DEVICES = ["cuda", "cpu"]
 
 _LOG = logging.getLogger(__name__)
 _IS_DUMMY = "megatron_batching_dummy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WholeMiniBatch:
+    """What every rank knows of the mini-batch's samples, over all replicas."""
+
+    holdings: Holdings
+    lengths: list[int]
+    loss_tokens: list[float]
 
 
 class PlannedBatches:
@@ -108,44 +118,14 @@ class PlannedBatches:
             return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
         if not forward_only:
             self._warn_of_cut(loss_function)
-        group = self.get_data_parallel_group()  # type: ignore[attr-defined]
-        lengths, tokens = sequence_lengths(data), loss_tokens(data)
-        announced = gather((lengths, tokens), group)
-        holdings = Holdings(
-            counts=tuple(len(n) for n, _ in announced), rank=self._placement.dp_rank
-        )
-        all_lengths = [n for shard, _ in announced for n in shard]
-        all_tokens = [n for _, shard in announced for n in shard]
-        plan = self._plan(data, all_lengths, holdings, forward_only=forward_only)
+        whole = self._announce(data)
+        plan = self._plan(data, whole, forward_only=forward_only)
         self.last_plan = plan
-
-        common = {
-            "sp_size": self.engine_config.context_parallel_size,
-            "batch_num_tokens": _as_verl_counts(sum(all_tokens)),
-            "dp_size": len(holdings.counts),
-            "routed_num_tokens": sum(all_lengths),
-        }
-        if "global_batch_size" not in data:
-            common["global_batch_size"] = len(all_lengths)
-        tu.assign_non_tensor(data, **common)
-        rows_of = RowFormat(data)
-        held = rows_of.rows(data)
-        rows = move_samples(held, holdings, plan, group)
-        micro_batches = plan.replicas[holdings.rank].micro_batches
-
-        def build(i: int) -> TensorDict:
-            samples = micro_batches[i].samples
-            extra: dict[str, Any] = {"num_micro_batch": len(micro_batches)}
-            if not samples:
-                return rows_of.batch([dummy_row(held[0])], **extra, **{_IS_DUMMY: True})
-            if self._pads_to_longest:
-                extra["forced_max_seqlen"] = max(all_lengths)
-            return rows_of.batch([rows[n] for n in samples], **extra)
-
+        self._assign_counts(data, whole)
         reported = run_replica(
             self._pipeline_model,
             plan,
-            build=build,
+            build=self._builder(data, whole, plan),
             forward_step=partial(
                 self.forward_step,  # type: ignore[attr-defined]
                 logits_processor_func=loss_function,
@@ -159,22 +139,7 @@ class PlannedBatches:
             planned_shapes=self._shapes_are_known and self.settings.planned_shapes,
             check_shapes=self.settings.check_shapes,
         )
-        if not self._placement.is_last_stage:
-            return {}
-        outputs = restore_order(
-            [m.samples for m in micro_batches],
-            [split_outputs(r.get("model_output", {})) for r in reported],
-        )
-        reports = [
-            (sum(all_tokens[n] for n in m.samples), r["metrics"])
-            for m, r in zip(micro_batches, reported, strict=True)
-            if m.samples
-        ]
-        return {
-            "model_output": join_outputs(send_home(outputs, holdings, plan, group)),
-            "loss": [r["loss"] for r in reported],
-            "metrics": join_metrics(gather(reports, group)),
-        }
+        return self._bring_home(reported, whole, plan) if self._placement.is_last_stage else {}
 
     def postprocess_micro_batch_func(
         self, output: Any, data: TensorDict, *args: Any, **kwargs: Any
@@ -189,13 +154,71 @@ class PlannedBatches:
             return zero, torch.zeros((), dtype=torch.int, device=zero.device), report
         return zero, report
 
+    def _announce(self, data: TensorDict) -> _WholeMiniBatch:
+        """Tell all replicas how long the samples here are, and hear of theirs."""
+        announced = gather((sequence_lengths(data), loss_tokens(data)), self._group)
+        return _WholeMiniBatch(
+            holdings=Holdings(
+                counts=tuple(len(n) for n, _ in announced), rank=self._placement.dp_rank
+            ),
+            lengths=[n for shard, _ in announced for n in shard],
+            loss_tokens=[n for _, shard in announced for n in shard],
+        )
+
+    def _assign_counts(self, data: TensorDict, whole: _WholeMiniBatch) -> None:
+        """Tell verl's losses the counts of the mini-batch, as verl's engine does."""
+        common = {
+            "sp_size": self.engine_config.context_parallel_size,
+            "batch_num_tokens": _as_verl_counts(sum(whole.loss_tokens)),
+            "dp_size": len(whole.holdings.counts),
+            "routed_num_tokens": sum(whole.lengths),
+        }
+        if "global_batch_size" not in data:
+            common["global_batch_size"] = len(whole.lengths)
+        tu.assign_non_tensor(data, **common)
+
+    def _builder(
+        self, data: TensorDict, whole: _WholeMiniBatch, plan: MicroBatchPlan
+    ) -> Callable[[int], TensorDict]:
+        """Move samples to where they run; what then makes verl's batch of micro-batch i."""
+        rows_of = RowFormat(data)
+        held = rows_of.rows(data)
+        rows = move_samples(held, whole.holdings, plan, self._group)
+        micro_batches = plan.replicas[whole.holdings.rank].micro_batches
+
+        def build(i: int) -> TensorDict:
+            samples = micro_batches[i].samples
+            extra: dict[str, Any] = {"num_micro_batch": len(micro_batches)}
+            if not samples:
+                return rows_of.batch([dummy_row(held[0])], **extra, **{_IS_DUMMY: True})
+            if self._pads_to_longest:
+                extra["forced_max_seqlen"] = max(whole.lengths)
+            return rows_of.batch([rows[n] for n in samples], **extra)
+
+        return build
+
+    def _bring_home(
+        self, reported: list[Any], whole: _WholeMiniBatch, plan: MicroBatchPlan
+    ) -> dict[str, Any]:
+        """What verl's engine returns, with each sample's output where the sample came from."""
+        micro_batches = plan.replicas[whole.holdings.rank].micro_batches
+        outputs = restore_order(
+            [m.samples for m in micro_batches],
+            [split_outputs(r.get("model_output", {})) for r in reported],
+        )
+        reports = [
+            (sum(whole.loss_tokens[n] for n in m.samples), r["metrics"])
+            for m, r in zip(micro_batches, reported, strict=True)
+            if m.samples
+        ]
+        return {
+            "model_output": join_outputs(send_home(outputs, whole.holdings, plan, self._group)),
+            "loss": [r["loss"] for r in reported],
+            "metrics": join_metrics(gather(reports, self._group)),
+        }
+
     def _plan(
-        self,
-        data: TensorDict,
-        lengths: list[int],
-        holdings: Holdings,
-        *,
-        forward_only: bool,
+        self, data: TensorDict, whole: _WholeMiniBatch, *, forward_only: bool
     ) -> MicroBatchPlan:
         settings, config = self.settings, self.engine_config
         layout = self._placement.layout
@@ -228,11 +251,11 @@ class PlannedBatches:
             forward_only=forward_only,
         )
         return plan_mini_batch(
-            [max(lengths)] * len(lengths) if self._pads_to_longest else lengths,
+            [max(whole.lengths)] * len(whole.lengths) if self._pads_to_longest else whole.lengths,
             layout,
             options,
             cost_model=load_cost_model(settings.cost, layout) if settings.cost else None,
-            owners=holdings.owners,
+            owners=whole.holdings.owners,
         )
 
     def _warn_of_cut(self, loss_function: Any) -> None:
@@ -269,6 +292,11 @@ class PlannedBatches:
     @cached_property
     def _warned_of(self) -> set[str]:
         return set()
+
+    @property
+    def _group(self) -> Any:
+        """The data-parallel group."""
+        return self.get_data_parallel_group()  # type: ignore[attr-defined]
 
     @property
     def _is_per_token(self) -> bool:
@@ -325,6 +353,7 @@ def register() -> None:
         ("language_model", PlannedMegatronEngineWithLMHead),
         ("value_model", PlannedMegatronEngineWithValueHead),
     ):
+        # verl 0.9.1 tells what is registered by no public name.
         known = EngineRegistry._engines.get(model_type, {}).get("megatron", {})
         if (DEVICES[0], VENDOR) not in known:
             EngineRegistry.register(model_type, "megatron", device=DEVICES, vendor=VENDOR)(engine)

@@ -26,6 +26,7 @@ class RowFormat:
     """
 
     def __init__(self, data: TensorDict) -> None:
+        # torch 2.13 has no public name for the dimension that is jagged.
         self._ragged = {
             key: getattr(value, "_ragged_idx", value.dim() - 1)
             for key, value in data.items()

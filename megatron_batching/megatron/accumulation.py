@@ -23,6 +23,8 @@ from functools import partial
 from typing import Any
 
 import torch
+
+# Part of `finalize_model_grads` in 0.16.1 and 0.19.2; there is no way to run it by itself.
 from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 from torch import Tensor
 
@@ -67,7 +69,7 @@ class Accumulation:
         with _bias_left_alone(self._model.config):
             yield
         if held:
-            torch._foreach_add_(gradients, held)
+            torch._foreach_add_(gradients, held)  # documented under this name (torch 2.13)
         self._state = _HELD
 
     def _clear(self) -> None:

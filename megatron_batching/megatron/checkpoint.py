@@ -44,7 +44,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
+    _replace_state_dict_keys_with_sharded_keys,  # 0.16.1 and 0.19.2 have no public one
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling

@@ -273,11 +273,12 @@ def _bridge(folder: str | Path, dtype: torch.dtype) -> Any:
     """mbridge's bridge of the folder's architecture.
 
     mbridge notes tied embeddings in a table that all models of a class share, so that a model
-    loaded later would be taken as tied too; here each bridge has a table of its own.
+    loaded later would be taken as tied too; here each bridge has a table of its own. Neither that
+    table nor the one of architectures has a public name in mbridge 0.15.1.
     """
     try:
         import mbridge  # noqa: F401
-        from mbridge.core.bridge import _MODEL_REGISTRY
+        from mbridge.core.bridge import _MODEL_REGISTRY  # mbridge 0.15.1
     except ImportError as error:
         raise ImportError(f"reading model folders needs mbridge: {HINT}") from error
     hf = _read_config(folder)
@@ -289,7 +290,10 @@ def _bridge(folder: str | Path, dtype: torch.dtype) -> Any:
 
 
 def _check_names(bridge: Any, chunks: list[Renamed], folder: Path) -> None:
-    """Raise the same ValueError on all ranks unless folder and model have the same weights."""
+    """Raise the same ValueError on all ranks unless folder and model have the same weights.
+
+    mbridge 0.15.1 has its names of weights behind underscores only.
+    """
     own = set()
     for chunk in chunks:
         for name in bridge._weight_name_mapping_mcore_local_to_global(chunk).values():

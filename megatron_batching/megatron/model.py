@@ -232,13 +232,7 @@ def build_model(
         gpt = _gpt(model, placement, config, chunk, use_te=use_te, copies=copies)
         if value_head and gpt.post_process:
             gpt.output_layer = ValueHead(config)
-        # Megatron's torch norms are fp32 whatever `params_dtype` says.
-        gpt.to(device=placement.device, dtype=config.params_dtype)
-        mark_experts(gpt)
-        module = gpt if model.precision == "fp32" else Float16Module(config, gpt)
-        # Only the first chunk may be cut into buckets: the others' gradients are complete
-        # too late for a bucketed reduction to overlap with anything.
-        chunks.append(DistributedDataParallel(config, ddp, module, disable_bucketing=chunk > 0))
+        chunks.append(_wrapped(gpt, placement, config, ddp, chunk))
     result = PipelineModel(
         config=config,
         chunks=chunks,
@@ -253,6 +247,24 @@ def build_model(
     check_named(result)
     initialize_weights(result, seed)
     return result
+
+
+def _wrapped(
+    gpt: GPTModel,
+    placement: Placement,
+    config: TransformerConfig,
+    ddp: DistributedDataParallelConfig,
+    chunk: int,
+) -> DistributedDataParallel:
+    """A chunk on its device, in its dtype, in Megatron's wrappers."""
+    # Megatron's torch norms are fp32 whatever `params_dtype` says.
+    gpt.to(device=placement.device, dtype=config.params_dtype)
+    mark_experts(gpt)
+    half = config.fp16 or config.bf16
+    module = Float16Module(config, gpt) if half else gpt
+    # Only the first chunk may be cut into buckets: the others' gradients are complete
+    # too late for a bucketed reduction to overlap with anything.
+    return DistributedDataParallel(config, ddp, module, disable_bucketing=chunk > 0)
 
 
 def _gpt(

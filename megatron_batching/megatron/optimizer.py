@@ -163,6 +163,7 @@ def gradient_norm(optimizer: Any) -> float:
         if getattr(one, "grad_scaler", None) is None:
             one.prepare_grads()
         elif not one.is_stub_optimizer:
+            # What `prepare_grads` of 0.16.1 and 0.19.2 begins with, before it divides.
             one._copy_model_grads_to_main_grads()
     norm = float(optimizer.get_grad_norm()) / float(optimizer.get_loss_scale())
     optimizer.zero_grad()  # what was made ready; the model's own gradients stay

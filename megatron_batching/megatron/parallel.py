@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_batching.megatron import cpu
 from megatron_batching.megatron.agreement import require_agreement
 from megatron_batching.megatron.config import Device, check_world_size
 from megatron_batching.megatron.environment import LaunchEnvironment
@@ -175,7 +174,7 @@ def _choose_device(
             "use device=cpu, or install a CUDA build of torch"
         )
     if device == "cpu" or not has_gpu:
-        cpu.enter(even_with_gpu=allow_cpu_with_gpu)
+        WORLD.cpu_mode.enter(even_with_gpu=allow_cpu_with_gpu)
         return torch.device("cpu")
     local_rank = environment.local_rank
     if local_rank is None and environment.world_size > 1:
@@ -195,7 +194,7 @@ def _choose_device(
 
 def _device_of_others() -> torch.device:
     """The device of a process whose world was made outside `initialize`."""
-    if cpu.is_active():
+    if WORLD.cpu_mode.is_active:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(

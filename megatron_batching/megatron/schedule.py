@@ -88,41 +88,25 @@ def run_schedule(
     Raises:
         ValueError: schedule, iterators or shapes do not fit the model's layout.
     """
-    config = model.config
-    layout = model.placement.layout
     _check_call(model, schedule, iterators=iterators, shapes=shapes)
     settings: dict[str, Any] = {"timers": timers}
     if schedule.group is not None:
         settings["microbatch_group_size_per_vp_stage"] = schedule.group
     with model.in_place(**settings):
-        communicator = None
-        extra: dict[str, Any] = {}
-        if layout.pp > 1 and accepts_communicator():
-            communicator = _communicator(
-                model, schedule, shapes, planned_shapes=planned_shapes, check_shapes=check_shapes
-            )
-            extra = {"p2p_communicator": communicator, "pg_collection": _process_groups(model)}
-        elif layout.pp > 1 and planned_shapes:
-            _warn_about_exchange()
-        planned_shapes = isinstance(communicator, PlannedP2PCommunicator)
-        early = prefetch and planned_shapes and not check_shapes and config.overlap_p2p_comm
-        if early and _has_one_communicator():
-            _warn_about_one_communicator()
-            early = False
-        waits = config.batch_p2p_sync and not planned_shapes
+        communicator = _communicator(
+            model, schedule, shapes, planned_shapes=planned_shapes, check_shapes=check_shapes
+        )
+        messages = _message_settings(
+            model,
+            is_planned=isinstance(communicator, PlannedP2PCommunicator),
+            prefetch=prefetch and not check_shapes,
+        )
         watching = contextlib.nullcontext() if timers is None else timers.watching()
-        with model.in_place(overlap_p2p_comm_warmup_flush=early, batch_p2p_sync=waits), watching:
+        with model.in_place(**messages), watching:
             reported = get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=list(iterators) if layout.vpp > 1 else iterators[0],
-                model=model.chunks if layout.vpp > 1 else model.chunks[0],
-                num_microbatches=schedule.num_micro_batches,
-                # Ignored with variable_seq_lengths, but divided by cp and tp all the same.
-                seq_length=layout.cp * layout.tp,
-                micro_batch_size=1,
-                forward_only=schedule.forward_only,
                 collect_non_loss_data=collect_non_loss_data,
-                **extra,
+                **_call_arguments(model, schedule, iterators, communicator),
             )
     if communicator is not None:
         communicator.finish()
@@ -170,8 +154,15 @@ def _communicator(
     *,
     planned_shapes: bool,
     check_shapes: bool,
-) -> PipelineCommunicator:
+) -> PipelineCommunicator | None:
+    """What the schedule sends through; None leaves that to Megatron."""
     config, layout = model.config, model.placement.layout
+    if layout.pp == 1:
+        return None
+    if not accepts_communicator():
+        if planned_shapes:
+            _warn_about_exchange()
+        return None
     group = parallel_state.get_pipeline_model_parallel_group()
     if not planned_shapes:
         return PipelineCommunicator(group, config)
@@ -189,6 +180,39 @@ def _communicator(
         ),
         hidden_states=hidden_states_after(model.stages) if config.mtp_num_layers else None,
     )
+
+
+def _message_settings(model: PipelineModel, *, is_planned: bool, prefetch: bool) -> dict[str, Any]:
+    """What planned shapes change of how Megatron posts messages and waits for them."""
+    config = model.config
+    early = prefetch and is_planned and config.overlap_p2p_comm
+    if early and _has_one_communicator():
+        _warn_about_one_communicator()
+        early = False
+    waits = config.batch_p2p_sync and not is_planned
+    return dict(overlap_p2p_comm_warmup_flush=early, batch_p2p_sync=waits)
+
+
+def _call_arguments(
+    model: PipelineModel,
+    schedule: PipelineSchedule,
+    iterators: Sequence[Iterator[Any]],
+    communicator: PipelineCommunicator | None,
+) -> dict[str, Any]:
+    """What Megatron's function takes of the model, the schedule and the communicator."""
+    layout = model.placement.layout
+    arguments: dict[str, Any] = dict(
+        data_iterator=list(iterators) if layout.vpp > 1 else iterators[0],
+        model=model.chunks if layout.vpp > 1 else model.chunks[0],
+        num_microbatches=schedule.num_micro_batches,
+        # Ignored with variable_seq_lengths, but divided by cp and tp all the same.
+        seq_length=layout.cp * layout.tp,
+        micro_batch_size=1,
+        forward_only=schedule.forward_only,
+    )
+    if communicator is not None:  # 0.16.1 and 0.19.2 take the one only with the other
+        arguments |= dict(p2p_communicator=communicator, pg_collection=_process_groups(model))
+    return arguments
 
 
 @functools.cache

@@ -8,8 +8,9 @@ needed: neither a long wait nor a thread's death is a fault by itself.
 
 from __future__ import annotations
 
-import concurrent.futures._base
+import concurrent.futures
 import contextlib
+import inspect
 import os
 import queue
 import sys
@@ -18,11 +19,11 @@ import time
 from collections.abc import Iterable, Iterator
 from types import FrameType
 
-from megatron_batching.megatron import cpu
+from megatron_batching.megatron import cpu_mode
 
 STUCK_AFTER_S = 12.0
-_WAITING = {threading.__file__, queue.__file__, concurrent.futures._base.__file__}
-_IN_BETWEEN = {*_WAITING, contextlib.__file__, cpu.__file__}
+_WAITING = {threading.__file__, queue.__file__, inspect.getfile(concurrent.futures.Future)}
+_IN_BETWEEN = {*_WAITING, contextlib.__file__, cpu_mode.__file__}
 _LIBRARIES = os.sep + os.path.join("site-packages", "torch") + os.sep
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from megatron_batching.megatron import cpu
+from megatron_batching.megatron.cpu_mode import CPUMode
 from megatron_batching.megatron.environment import LaunchEnvironment
 from megatron_batching.megatron.run_guard import RunGuard, mark_handled
 
@@ -30,6 +30,7 @@ class World:
 
     def __init__(self) -> None:
         self.guard: RunGuard | None = None
+        self.cpu_mode = CPUMode()
         self._store: Store | None = None
         self._address: tuple[str, int] | None = None
         self._openings = 0
@@ -47,6 +48,7 @@ class World:
                 that is still reading the script.
             TimeoutError: ranks did not come within the limit; names them.
         """
+        # Set while a spawned process imports the script; Python 3.11 and 3.12 have no public name.
         if getattr(current_process(), "_inheriting", False):
             raise RuntimeError(
                 "initialize was called while a new process imports the script that started it; "
@@ -107,7 +109,7 @@ class World:
             atexit.unregister(self._at_exit)
             if not in_order:
                 self._failed = True
-                cpu.leave()
+                self.cpu_mode.leave()
                 return
         self.drop_parallel_state()
         if dist.is_initialized():
@@ -117,7 +119,7 @@ class World:
             guard.leave()
         if sys.excepthook is self._hooks[1]:
             sys.excepthook = self._hooks[0]
-        cpu.leave()
+        self.cpu_mode.leave()
 
     def _at_exit(self) -> None:
         if self.guard is not None:
@@ -159,7 +161,8 @@ WORLD = World()
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """Every group that this process is in, oldest first."""
+    """Every group that this process is in, oldest first; torch 2.13 lists them under no public
+    name."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
@@ -196,7 +199,10 @@ def linger() -> None:
 
 
 def _limit(groups: list[Any], timeout_s: float) -> None:
-    """Bound how long an operation of these groups waits; not all are made with a limit."""
+    """Bound how long an operation of these groups waits; not all are made with a limit.
+
+    torch 2.13 has no public function for a group that is there.
+    """
     limit = datetime.timedelta(seconds=timeout_s)
     for group in groups:
         for device in group._device_types:

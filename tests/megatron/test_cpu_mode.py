@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_batching.megatron import cpu
+from megatron_batching.megatron.cpu_mode import SUBSTITUTIONS
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def mode() -> Iterator[None]:
 
 
 def originals() -> list[object]:
-    return [getattr(importlib.import_module(s.module), s.name) for s in cpu.SUBSTITUTIONS]
+    return [getattr(importlib.import_module(s.module), s.name) for s in SUBSTITUTIONS]
 
 
 def test_leaving_puts_every_name_back() -> None:
@@ -67,6 +68,6 @@ def test_it_refuses_to_leave_a_gpu_idle(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_every_substitution_is_explained() -> None:
     text = cpu.describe()
-    for substitution in cpu.SUBSTITUTIONS:
+    for substitution in SUBSTITUTIONS:
         assert f"{substitution.module}.{substitution.name}" in text
         assert substitution.why in text
