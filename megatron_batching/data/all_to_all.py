@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_ALIGN = 16  # bytes; so that any dtype may be read where its tensor begins
+_ALIGN_BYTES = 16  # bytes; so that any dtype may be read where its tensor begins
 
 
 def all_to_all(messages: Sequence[Any], group: dist.ProcessGroup | None) -> list[Any]:
@@ -74,7 +74,7 @@ def dumps(message: Any) -> bytes:
     pickled = stream.getvalue()
     chunks = [len(pickled).to_bytes(8, "little") + pickled]
     chunks += [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in pickler.tensors]
-    return b"".join(chunk + bytes(-len(chunk) % _ALIGN) for chunk in chunks)
+    return b"".join(chunk + bytes(-len(chunk) % _ALIGN_BYTES) for chunk in chunks)
 
 
 def loads(data: Tensor) -> Any:
@@ -110,13 +110,13 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: Tensor, *, start: int) -> None:
         super().__init__(io.BytesIO(data[8:start].numpy().tobytes()))
         self._data = data
-        self._at = -(-start // _ALIGN) * _ALIGN
+        self._at = -(-start // _ALIGN_BYTES) * _ALIGN_BYTES
 
     def persistent_load(self, pid: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
         dtype, shape = pid
         size = torch.Size(shape).numel() * dtype.itemsize
         piece = self._data[self._at : self._at + size]
-        self._at += -(-size // _ALIGN) * _ALIGN
+        self._at += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
         return piece.view(dtype).view(shape)
 
 

@@ -16,7 +16,7 @@ from megatron_batching.plan.items import check_lengths
 from megatron_batching.plan.layout import check_positive
 from megatron_batching.schedules.files import checked
 
-_NOISE = 0.1
+_NOISE_SHARE = 0.1
 
 
 def synthetic_mini_batch(
@@ -46,7 +46,7 @@ def synthetic_mini_batch(
     for n in lengths:
         start, step = torch.randint(1, vocab_size, (2,), generator=generator).tolist()
         tokens = (start + (1 + step % 4) * torch.arange(n)) % vocab_size
-        noise = torch.rand(n, generator=generator) < _NOISE
+        noise = torch.rand(n, generator=generator) < _NOISE_SHARE
         random_tokens = torch.randint(0, vocab_size, (n,), generator=generator)
         mask = torch.ones(n)
         mask[: int(prompt_fraction * n)] = 0.0

@@ -35,6 +35,7 @@ from megatron_batching.engine.contract import AnyMiniBatch, Engine
 from megatron_batching.engine.registry import ModelType
 from megatron_batching.engine.report import StepReport
 from megatron_batching.engine.step_checks import (
+    AgreedStep,
     agree_on_step,
     check_plan,
     require_mini_batch,
@@ -44,6 +45,7 @@ from megatron_batching.engine.step_checks import (
 from megatron_batching.engine.step_loss import StepLoss
 from megatron_batching.loss import (
     Aggregation,
+    Counts,
     LossScaling,
     Objective,
     as_aggregation,
@@ -170,12 +172,12 @@ class FSDPEngine(Engine):
         self, mini_batch: AnyMiniBatch, *, plan: MicroBatchPlan | None = None
     ) -> StepReport:
         start = time.perf_counter()
-        plan = self._agreed(mini_batch, plan, forward_only=False)
+        agreed = self._agreed(mini_batch, plan, forward_only=False)
         if self._gradients_used:
             self.optimizer_zero_grad()
-        loss = self._step_loss(mini_batch)
+        loss = self._step_loss(mini_batch, agreed.counts)
         rows = []
-        batches = list(self._batches(mini_batch, plan, loss))
+        batches = list(self._batches(mini_batch, agreed.plan, loss))
         for i, batch in enumerate(batches):
             self.module.set_requires_gradient_sync(i == len(batches) - 1)
             output, loss_function = loss.forward_step(iter([batch]), self.module)
@@ -184,7 +186,7 @@ class FSDPEngine(Engine):
             rows.append(row)
         metrics = loss.metrics(rows)
         return StepReport(
-            plan=plan,
+            plan=agreed.plan,
             loss=metrics.values()["loss"],
             grad_norm=float(_whole(self._gradient_norm())),
             step_time_s=time.perf_counter() - start,
@@ -197,9 +199,11 @@ class FSDPEngine(Engine):
         self, mini_batch: AnyMiniBatch, *, plan: MicroBatchPlan | None = None
     ) -> dict[int, torch.Tensor]:
         """Log-probability (or value) of every token of the samples that this rank ran, [n] each."""
-        plan = self._agreed(mini_batch, plan, forward_only=True)
+        plan, counts = self._agreed(mini_batch, plan, forward_only=True)
         collected: list[list[torch.Tensor]] = []
-        loss = self._step_loss(mini_batch, collect=lambda pieces, _: collected.append(pieces))
+        loss = self._step_loss(
+            mini_batch, counts, collect=lambda pieces, _: collected.append(pieces)
+        )
         with torch.no_grad():
             for batch in self._batches(mini_batch, plan, loss):
                 output, loss_function = loss.forward_step(iter([batch]), self.module)
@@ -274,8 +278,8 @@ class FSDPEngine(Engine):
 
     def _agreed(
         self, mini_batch: AnyMiniBatch, given: MicroBatchPlan | None, *, forward_only: bool
-    ) -> MicroBatchPlan:
-        """The plan, once all ranks have found that they are about to run the same step."""
+    ) -> AgreedStep:
+        """Plan and counts, once all ranks have found that they are about to run the same step."""
         own = self.placement.layout
 
         def choose_plan() -> MicroBatchPlan:
@@ -300,12 +304,12 @@ class FSDPEngine(Engine):
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
-    def _step_loss(self, mini_batch: AnyMiniBatch, collect: Any = None) -> StepLoss:
+    def _step_loss(self, mini_batch: AnyMiniBatch, counts: Counts, collect: Any = None) -> StepLoss:
         return StepLoss(
             model=self.model,
             objective=self.objective,
             aggregation=self.aggregation,
-            counts=mini_batch.counts(),
+            counts=counts,
             scaling=LossScaling(
                 per_token=False,
                 num_micro_batches=1,  # nothing divides by a count here

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,14 @@ from megatron_batching.engine.report import StepReport
 from megatron_batching.engine.run import run_replica
 from megatron_batching.engine.step_checks import agree_on_step, sample_limits
 from megatron_batching.engine.step_loss import StepLoss
-from megatron_batching.loss import Aggregation, LossScaling, Metrics, Objective, check_regime
+from megatron_batching.loss import (
+    Aggregation,
+    Counts,
+    LossScaling,
+    Metrics,
+    Objective,
+    check_regime,
+)
 from megatron_batching.megatron.auxiliary import RouterShares, fit_loss_logs, routers_prepared
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.recorder import MessageLog, StepRecorder
@@ -98,7 +106,7 @@ class PreparedStep:
             self.settings.model,
             self.plan,
             build=self.builder(),
-            shapes=self._shapes(),
+            shapes=self._shapes,
             forward_step=self.loss.forward_step,
             forward_only=forward_only,
             planned_shapes=self.planned_shapes,
@@ -106,16 +114,21 @@ class PreparedStep:
             recorder=recorder,
         )
 
+    @cached_property
     def _shapes(self) -> list[tuple[int, int]]:
         dp_rank = self.settings.model.placement.dp_rank
         return bucketed_shapes(self.plan, dp_rank, self.settings.bucket_widths)
 
+    @cached_property
+    def _sequence_weights(self) -> list[float]:
+        return self.settings.aggregation.sequence_weights(self.loss.counts)
+
     def builder(self) -> Callable[[int], Batch]:
         """What makes the tensors of micro-batch i of this replica."""
-        widths = [width for _, width in self._shapes()]
+        widths = [width for _, width in self._shapes]
         placement = self.settings.model.placement
         layout = placement.layout
-        weights = self.settings.aggregation.sequence_weights(self.loss.counts)
+        weights = self._sequence_weights
         micro_batches = self.plan.replicas[placement.dp_rank].micro_batches
 
         def build(i: int) -> Batch:
@@ -186,7 +199,7 @@ def prepare_step(
         ValueError: samples or plan are wrong, or ranks differ; on every rank alike.
     """
     begin_step()
-    plan = agree_on_step(
+    plan, counts = agree_on_step(
         mini_batch,
         choose_plan=choose_plan,
         fields=() if collect is not None else objective.fields,
@@ -200,7 +213,7 @@ def prepare_step(
         settings=settings,
         mini_batch=mini_batch,
         plan=plan,
-        loss=_step_loss(settings, mini_batch, plan, objective, collect),
+        loss=_step_loss(settings, mini_batch, plan, counts, objective, collect),
         forward_only=forward_only,
         planned_shapes=planned_shapes,
     )
@@ -215,12 +228,12 @@ def _step_loss(
     settings: StepSettings,
     mini_batch: AnyMiniBatch,
     plan: MicroBatchPlan,
+    counts: Counts,
     objective: Objective,
     collect: Collect | None,
 ) -> StepLoss:
     model = settings.model
     layout = model.placement.layout
-    counts = mini_batch.counts()
     if counts.num_tokens == 0 and collect is None:
         warnings.warn(
             f"none of the {len(mini_batch)} samples of the mini-batch has a token that "

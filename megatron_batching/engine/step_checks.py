@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_batching.data import MiniBatch, Sample, ShardedMiniBatch
 from megatron_batching.data.mini_batch import as_names
+from megatron_batching.loss import Counts
 from megatron_batching.megatron.agreement import require_agreement
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan
@@ -49,6 +50,13 @@ def sample_limits(model: PipelineModel) -> SampleLimits:
     )
 
 
+class AgreedStep(NamedTuple):
+    """What all ranks have found that they share: how the mini-batch is cut, and its counts."""
+
+    plan: MicroBatchPlan
+    counts: Counts
+
+
 def agree_on_step(
     mini_batch: AnyMiniBatch,
     *,
@@ -57,8 +65,8 @@ def agree_on_step(
     limits: SampleLimits,
     kind: str,
     device: torch.device,
-) -> MicroBatchPlan:
-    """The plan of the step, once all ranks have found that they are about to run the same one.
+) -> AgreedStep:
+    """The step's plan and counts, once all ranks have found that they are about to run the same.
 
     Args:
         mini_batch: the samples, over all replicas, or this replica's shard of them.
@@ -73,7 +81,7 @@ def agree_on_step(
             error on every rank.
     """
     problem: str | None = None
-    plan: MicroBatchPlan | None = None
+    agreed: AgreedStep | None = None
     values: tuple[Any, ...] = (None, None, None, None)
     try:
         require_mini_batch(mini_batch)
@@ -84,10 +92,11 @@ def agree_on_step(
             limits=limits,
         )
         plan = choose_plan()
+        agreed = AgreedStep(plan, mini_batch.counts())
         rows = [[m.samples for m in replica.micro_batches] for replica in plan.replicas]
         values = (
             plan.lengths,
-            mini_batch.counts().tokens_per_sequence,
+            agreed.counts.tokens_per_sequence,
             (plan.layout, plan.options),
             repr((plan.group, rows)).encode(),
         )
@@ -97,8 +106,8 @@ def agree_on_step(
     require_agreement(
         {**dict(zip(names, values, strict=True)), "step": kind}, device, problem=problem
     )
-    assert plan is not None
-    return plan
+    assert agreed is not None
+    return agreed
 
 
 def require_mini_batch(mini_batch: AnyMiniBatch) -> None:

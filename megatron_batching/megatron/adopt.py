@@ -37,14 +37,14 @@ from megatron_batching.plan import BatchingOptions
 _LOG = logging.getLogger(__name__)
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 # Options that a built model may have and under which the engine's steps would go wrong.
-_WRONG = (
+_UNSERVED_SETTINGS = (
     *("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "tp_comm_overlap"),
     *("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"),
     *("moe_router_quantile_balancing_ema", "overlap_moe_expert_parallel_comm"),
     *("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"),
     *("experimental_attention_variant", "hybrid_context_parallel"),
 )
-_SIZES = {
+_SIZE_OPTIONS = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
     "context_parallel_size": "cp",
@@ -111,7 +111,7 @@ def check_for_engine(model: PipelineModel, batching: BatchingOptions) -> None:
                 "takes each rank's share; build GPTModel with parallel_output=True"
             )
     config = model.config
-    for name in _WRONG:
+    for name in _UNSERVED_SETTINGS:
         value = getattr(config, name, None)
         if value and value != "none":
             raise ValueError(f"{name}={value} is not served: {reason_against(name)}")
@@ -159,7 +159,7 @@ def _faults(chunks: Sequence[Any], placement: Placement) -> Iterator[str]:
                 f"chunk {i} or its DDP has a config object of its own: a step changes one and "
                 "reads the other; build all chunks and their DDP with one config"
             )
-    for name, short in _SIZES.items():
+    for name, short in _SIZE_OPTIONS.items():
         if getattr(config, name) != getattr(layout, short):
             yield (
                 f"the config has {name}={getattr(config, name)}, the parallel state "

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_batching.schedules.files import shortened
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_BITS = 62  # a digest and its negative both fit an int64
+_DIGEST_BITS = 62  # a digest and its negative both fit an int64
 
 
 def require_agreement(
@@ -67,7 +67,7 @@ def _digest(value: Any) -> int:
     # Functions and objects without a form of their own show their address, which differs.
     data = value if isinstance(value, bytes) else _ADDRESS.sub("", repr(value)).encode()
     whole = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-    return whole >> (64 - _BITS)
+    return whole >> (64 - _DIGEST_BITS)
 
 
 def _said(value: Any) -> str:

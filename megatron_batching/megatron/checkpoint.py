@@ -57,15 +57,15 @@ from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.optimizer import clear_states, fill_states, load_states
 from megatron_batching.schedules.files import entry, one_line, read_json, write_text
 
-_FILES = "files.json"
+_FILE_LIST = "files.json"
 _PATIENCE_S = 3.0  # of a rank that does not know the cause, before it speaks
 # How the distributed optimizer's shards are named: by parameter, so that any layout finds them.
 _BY_PARAMETER = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
-_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-_HARMLESS = {
+_FORCE_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_HARMLESS_NAMES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
@@ -120,7 +120,7 @@ def save_checkpoint(
     dist.barrier()
     if is_first:
         sizes = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
-        write_text(partial / _FILES, json.dumps({"sizes": sizes}))
+        write_text(partial / _FILE_LIST, json.dumps({"sizes": sizes}))
         partial.replace(path)
     dist.barrier()
 
@@ -193,7 +193,7 @@ def check_checkpoint(path: Path, model: PipelineModel) -> None:
 def check_files(path: Path) -> None:
     """Raise ValueError unless every file of a checkpoint is there with the size it was written."""
     try:
-        listed = entry(read_json(path / _FILES), "sizes", dict)
+        listed = entry(read_json(path / _FILE_LIST), "sizes", dict)
     except ValueError as error:
         raise ValueError(
             f"checkpoint {path} was not written to its end ({error}); use an older one"
@@ -223,7 +223,9 @@ class _Metadata(pickle.Unpickler):
     """Loads what a checkpoint's metadata may hold: its own classes, and descriptions of tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
-        is_ours = module.startswith("torch.distributed.checkpoint.") or (module, name) in _HARMLESS
+        is_ours = (
+            module.startswith("torch.distributed.checkpoint.") or (module, name) in _HARMLESS_NAMES
+        )
         if not is_ours or "." in name:
             raise ValueError(
                 f"checkpoint metadata names {module}.{name}, which no checkpoint needs; do not "
@@ -235,15 +237,15 @@ class _Metadata(pickle.Unpickler):
 @contextlib.contextmanager
 def _tensors_only() -> Iterator[None]:
     """torch.load refuses anything but tensors and plain containers, whoever calls it."""
-    before = os.environ.get(_FORCE)
-    os.environ[_FORCE] = "1"
+    before = os.environ.get(_FORCE_VARIABLE)
+    os.environ[_FORCE_VARIABLE] = "1"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_FORCE]
+            del os.environ[_FORCE_VARIABLE]
         else:
-            os.environ[_FORCE] = before
+            os.environ[_FORCE_VARIABLE] = before
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):

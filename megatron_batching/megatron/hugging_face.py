@@ -31,11 +31,11 @@ from megatron_batching.megatron.config import ModelConfig, Precision
 from megatron_batching.megatron.model import DTYPES, PipelineModel, build_model
 from megatron_batching.megatron.parallel import Placement
 
-SERVED = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral")
-HINT = "pip install 'megatron-batching[hf]'"
+SERVED_TYPES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral")
+INSTALL_HINT = "pip install 'megatron-batching[hf]'"
 
 # Fields of mbridge's config that say how a model runs, not what it computes.
-_OURS = {
+_OUR_FIELDS = {
     *("params_dtype", "pipeline_dtype", "bf16", "fp16", "autocast_dtype", "enable_autocast"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("virtual_pipeline_model_parallel_size", "expert_model_parallel_size"),
@@ -46,7 +46,14 @@ _OURS = {
     *("num_layers", "hidden_size", "num_attention_heads", "attention_backend"),
     "microbatch_group_size_per_vp_stage",
 }
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+_WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+)
 _SHARD_BYTES = 5 * 2**30
 
 
@@ -154,7 +161,7 @@ def model_config(
     architecture = {
         f.name: getattr(theirs, f.name)
         for f in fields(TransformerConfig)
-        if f.name not in _OURS and getattr(theirs, f.name) != getattr(plain, f.name)
+        if f.name not in _OUR_FIELDS and getattr(theirs, f.name) != getattr(plain, f.name)
     }
     # transformers takes the softmax over the chosen experts (pre_softmax=False), or over all.
     if hf.model_type == "mixtral":
@@ -221,11 +228,12 @@ def _read_config(folder: str | Path) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise ImportError(f"reading model folders needs transformers: {HINT}") from error
+        raise ImportError(f"reading model folders needs transformers: {INSTALL_HINT}") from error
     hf = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if hf.model_type not in SERVED:
+    if hf.model_type not in SERVED_TYPES:
         raise ValueError(
-            f"model_type={hf.model_type} of {folder} is not served; served are {', '.join(SERVED)}"
+            f"model_type={hf.model_type} of {folder} is not served; served are "
+            + ", ".join(SERVED_TYPES)
         )
     for name, value in (("hidden_act", "silu"), ("mlp_bias", False), ("attention_bias", False)):
         if getattr(hf, name, value) != value:
@@ -280,7 +288,7 @@ def _bridge(folder: str | Path, dtype: torch.dtype) -> Any:
         import mbridge  # noqa: F401
         from mbridge.core.bridge import _MODEL_REGISTRY  # mbridge 0.15.1
     except ImportError as error:
-        raise ImportError(f"reading model folders needs mbridge: {HINT}") from error
+        raise ImportError(f"reading model folders needs mbridge: {INSTALL_HINT}") from error
     hf = _read_config(folder)
     registered = _MODEL_REGISTRY[hf.model_type]
     output = "model.embed_tokens.weight" if hf.tie_word_embeddings else "lm_head.weight"
@@ -372,7 +380,7 @@ class _Writer:
             path = self._partial / "model.safetensors.index.json"
             path.write_text(json.dumps(index, indent=1))
         for path in self._source.iterdir():
-            if path.is_file() and not path.name.endswith(_WEIGHTS):
+            if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
                 shutil.copyfile(path, self._partial / path.name)
         config = json.loads((self._source / "config.json").read_text())
         config.pop("torch_dtype", None)

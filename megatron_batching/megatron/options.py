@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_batching.schedules.files import check_choice
 
 # Fields that follow from other settings: pattern -> where from, or where to set them instead.
-OWNED = {
+OWNED_OPTIONS = {
     "num_layers": "set model.num_layers",
     "hidden_size": "set model.hidden_size",
     "num_attention_heads": "set model.num_attention_heads",
@@ -63,7 +63,7 @@ _KITCHEN = "it needs NVIDIA's kitchen extension; build the chunks with it and ha
 _GRAPHS = "a CUDA graph holds for one shape, and micro-batches differ in shape"
 
 # Fields that cannot have their effect here: pattern -> why.
-UNSERVED = {
+UNSERVED_OPTIONS = {
     "pipeline_model_parallel_comm_backend": _TRAINER,
     "use_te_rng_tracker": _TRAINER,
     "disable_bf16_reduced_precision_matmul": "it sets a flag of torch for the whole process; set "
@@ -129,7 +129,7 @@ UNSERVED = {
 }
 
 # (pattern, condition without which a field has no effect): an option that is on, or has a value.
-NEEDS = (
+NEEDED_SETTINGS = (
     ("moe_*", "num_moe_experts"),
     ("moe_shared_expert_*", "moe_shared_expert_intermediate_size"),
     ("moe_router_bias_update_rate", "moe_router_enable_expert_bias"),
@@ -179,7 +179,7 @@ NEEDS = (
 NOT_WITH_MLA = ("kv_channels", "num_query_groups", "softmax_scale", "no_rope_freq")
 
 # Fields that only layers of Transformer Engine, on a GPU, look at.
-TRANSFORMER_ENGINE = (
+TRANSFORMER_ENGINE_OPTIONS = (
     "fp8*",
     "fp4*",
     "apply_rope_fusion",
@@ -206,7 +206,7 @@ TRANSFORMER_ENGINE = (
 )
 
 # Fields that stand for CUDA kernels, streams or memory.
-CUDA = (
+CUDA_OPTIONS = (
     "bias_dropout_fusion",
     "cpu_offloading",
     "enable_autocast",
@@ -273,7 +273,7 @@ def check_options(
     defaults = {name: field.default for name, field in fields.items()}
     settings = {**defaults, **own, **options}
     for name, value in options.items():
-        owner = _first(name, OWNED)
+        owner = _first(name, OWNED_OPTIONS)
         if owner is not None and value != own.get(name, defaults[name]):
             raise ValueError(
                 f"model.transformer.{name}={value} is not for this section: {owner}; leave it out"
@@ -281,7 +281,7 @@ def check_options(
         if _same(value, defaults[name]):
             continue
         reason = (
-            _first(name, UNSERVED)
+            _first(name, UNSERVED_OPTIONS)
             or _missing_machine(name, value, use_te=use_te, on_gpu=on_gpu)
             or _missing_companion(name, settings)
             or (name == "recompute_modules" and _bad_modules(value, settings, use_te=use_te))
@@ -299,7 +299,7 @@ def reason_against(name: str) -> str | None:
     >>> reason_against("cuda_graph_impl")
     'a CUDA graph holds for one shape, and micro-batches differ in shape'
     """
-    return _first(name, UNSERVED)
+    return _first(name, UNSERVED_OPTIONS)
 
 
 def check_balancing(config: TransformerConfig) -> None:
@@ -323,12 +323,12 @@ def _first(name: str, table: Mapping[str, str]) -> str | None:
 
 
 def _missing_machine(name: str, value: Any, *, use_te: bool, on_gpu: bool) -> str | None:
-    needs_te = any(fnmatchcase(name, pattern) for pattern in TRANSFORMER_ENGINE)
+    needs_te = any(fnmatchcase(name, pattern) for pattern in TRANSFORMER_ENGINE_OPTIONS)
     if name == "attention_backend" and value == AttnBackend.local:
         return "set transformer_impl to local" if use_te else None
     if not use_te and (needs_te or (name == "cross_entropy_fusion_impl" and value == "te")):
         return "it needs layers of Transformer Engine, on a GPU"
-    if not on_gpu and (name in CUDA or value == "flex"):
+    if not on_gpu and (name in CUDA_OPTIONS or value == "flex"):
         return "it needs CUDA, and the model lies on the CPU"
     return None
 
@@ -347,7 +347,7 @@ def _bad_modules(modules: Any, settings: Mapping[str, Any], *, use_te: bool) -> 
 
 
 def _missing_companion(name: str, settings: Mapping[str, Any]) -> str | None:
-    for pattern, condition in NEEDS:
+    for pattern, condition in NEEDED_SETTINGS:
         if not fnmatchcase(name, pattern):
             continue
         other, _, wanted = condition.partition("=")

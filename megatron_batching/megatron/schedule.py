@@ -89,10 +89,9 @@ def run_schedule(
         ValueError: schedule, iterators or shapes do not fit the model's layout.
     """
     _check_call(model, schedule, iterators=iterators, shapes=shapes)
-    settings: dict[str, Any] = {"timers": timers}
-    if schedule.group is not None:
-        settings["microbatch_group_size_per_vp_stage"] = schedule.group
-    with model.in_place(**settings):
+    group = schedule.group
+    settings = {} if group is None else {"microbatch_group_size_per_vp_stage": group}
+    with model.in_place(timers=timers, **settings):
         communicator = _communicator(
             model, schedule, shapes, planned_shapes=planned_shapes, check_shapes=check_shapes
         )
