@@ -31,6 +31,7 @@ from megatron_batching.plan import (
     plan_mini_batch,
     uniform_cost_model,
 )
+from megatron_batching.plan.options import Method
 from megatron_batching.schedules.files import read_json, write_text, write_whole
 from tests.programs.fuzz.invariants import check_plan
 from tests.programs.fuzz.run import KINDS, fuzz
@@ -76,7 +77,7 @@ PLANNED: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("method", ["search", "baseline"])
 @pytest.mark.parametrize("case", PLANNED.values(), ids=PLANNED)
-def test_planned(case: tuple[Any, ...], method: str) -> None:
+def test_planned(case: tuple[Any, ...], method: Method) -> None:
     lengths, sizes, wanted, owners, counts, tokens = case
     layout, options = Layout(**sizes), BatchingOptions(**wanted, method=method)
     model = QUADRATIC if "max_num_micro_batches" in wanted else None

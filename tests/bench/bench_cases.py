@@ -100,8 +100,12 @@ CALIBRATION = BenchConfig(
 )
 # What the small GPT is told to take: seconds of (1, tokens, token pairs) on each virtual stage.
 TOLD = CostModel(
-    forward=[[3e-3, 2e-5, 0.0], [1e-3, 1e-5, 1e-7], [1e-3, 3e-5, 0.0], [2e-3, 2e-5, 2e-7]],
-    backward=[[4e-3, 4e-5, 0.0], [2e-3, 3e-5, 2e-7], [3e-3, 5e-5, 0.0], [4e-3, 5e-5, 3e-7]],
+    forward=np.array(
+        [[3e-3, 2e-5, 0.0], [1e-3, 1e-5, 1e-7], [1e-3, 3e-5, 0.0], [2e-3, 2e-5, 2e-7]]
+    ),
+    backward=np.array(
+        [[4e-3, 4e-5, 0.0], [2e-3, 3e-5, 2e-7], [3e-3, 5e-5, 0.0], [4e-3, 5e-5, 3e-7]]
+    ),
     unit="s",
 )
 

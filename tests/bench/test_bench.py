@@ -55,8 +55,12 @@ LENGTHS = (400, 30, 170, 64, 90, 220, 50, 310, 120, 45, 77, 260)
 LAYOUT = Layout(pp=2, vpp=2, dp=2)
 OPTIONS = BatchingOptions(max_tokens_per_micro_batch=500)
 MODEL = CostModel(
-    forward=[[2e-3, 1e-5, 1e-8], [1e-3, 2e-5, 0.0], [1e-3, 1e-5, 3e-8], [0.0, 3e-5, 1e-8]],
-    backward=[[3e-3, 2e-5, 2e-8], [1e-3, 3e-5, 1e-8], [0.0, 2e-5, 6e-8], [1e-3, 6e-5, 0.0]],
+    forward=np.array(
+        [[2e-3, 1e-5, 1e-8], [1e-3, 2e-5, 0.0], [1e-3, 1e-5, 3e-8], [0.0, 3e-5, 1e-8]]
+    ),
+    backward=np.array(
+        [[3e-3, 2e-5, 2e-8], [1e-3, 3e-5, 1e-8], [0.0, 2e-5, 6e-8], [1e-3, 6e-5, 0.0]]
+    ),
     unit="s",
 )
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_batching.data import Holdings, all_to_all, move_samples, send_home
 from megatron_batching.megatron.parallel import initialize
 from megatron_batching.plan import BatchingOptions, Layout, plan_mini_batch
+from megatron_batching.plan.options import Balance
 
 
 def sample(n: int) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def anything_travels(dp: int) -> None:
     assert all_to_all([None] * dp, dist.group.WORLD) == [None] * dp
 
 
-def there_and_back(dp: int, shards: list[list[int]], balance: str) -> int:
+def there_and_back(dp: int, shards: list[list[int]], balance: Balance) -> int:
     """Samples move as planned, and what comes out of each returns to where it came from."""
     placement = initialize(Layout(dp=dp), device="cpu")
     holdings = Holdings(counts=tuple(map(len, shards)), rank=placement.dp_rank)

@@ -19,6 +19,7 @@ from megatron_batching.data import (
     restore_order,
     synthetic_mini_batch,
 )
+from megatron_batching.plan.options import Packing
 
 
 def sample(*tokens: int) -> Sample:
@@ -55,7 +56,7 @@ def test_packed_attention_stays_inside_each_sample() -> None:
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
-def test_a_dummy_has_no_loss_and_the_least_tokens(packing: str) -> None:
+def test_a_dummy_has_no_loss_and_the_least_tokens(packing: Packing) -> None:
     batch = collate([], packing=packing, align=4)
     assert tuple(batch.input_ids.shape) == (1, 4)
     assert batch.loss_mask.sum() == 0
@@ -68,7 +69,7 @@ def test_a_dummy_has_no_loss_and_the_least_tokens(packing: str) -> None:
     packing=st.sampled_from(["packed", "padded"]),
     align=st.integers(1, 8),
 )
-def test_split_gives_each_sample_back(lengths: list[int], packing: str, align: int) -> None:
+def test_split_gives_each_sample_back(lengths: list[int], packing: Packing, align: int) -> None:
     samples = synthetic_mini_batch(lengths, vocab_size=16, seed=1).samples
     batch = collate(samples, packing=packing, align=align)
     assert tuple(batch.input_ids.shape) == batch_shape(lengths, packing=packing, align=align)

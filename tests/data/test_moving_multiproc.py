@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_batching.plan.options import Balance
 from tests.data import moving_cases
 from tests.support.process_pool import Pools
 
@@ -24,7 +25,7 @@ def test_anything_travels(pools: Pools, dp: int) -> None:
     [[[90, 80, 70], [5, 6, 7]], [[100, 100, 3], []], [[4], [3, 2, 1]]],
     ids=["skewed", "one holds nothing", "small"],
 )
-def test_there_and_back(pools: Pools, shards: list[list[int]], balance: str) -> None:
+def test_there_and_back(pools: Pools, shards: list[list[int]], balance: Balance) -> None:
     moved = pools[2].run(moving_cases.there_and_back, dp=2, shards=shards, balance=balance)
     assert moved[0] == moved[1]
     if balance == "none":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,6 +19,7 @@ from megatron_batching.loss import CrossEntropy, PolicyLoss, ValueLoss
 from megatron_batching.megatron.config import world_size_from_environment
 from megatron_batching.megatron.parallel import initialize
 from megatron_batching.plan import BatchingOptions, CostModel, Layout, plan_mini_batch
+from megatron_batching.plan.options import Balance
 from tests.support.gpt_cases import MODEL, SEED, mini_batch, reference
 
 
@@ -58,7 +60,9 @@ def both_engines_train(dp: int, lengths: tuple[int, ...], steps: int) -> dict[st
     return {"losses": losses}
 
 
-def sharded_step(layout: dict[str, Any], lengths: tuple[int, ...], balance: str) -> dict[str, Any]:
+def sharded_step(
+    layout: dict[str, Any], lengths: tuple[int, ...], balance: Balance
+) -> dict[str, Any]:
     """A mini-batch of which each replica holds a block, against one that all hold."""
     whole = mini_batch(lengths)
     engine = PipelineEngine(
@@ -94,6 +98,7 @@ def sharded_step(layout: dict[str, Any], lengths: tuple[int, ...], balance: str)
         assert list(outputs) == list(own)
     for n, out in outputs.items():
         errors[f"log-probs of {n}"] = relative(out.log_probs, truth[n].log_probs)
+        assert out.entropy is not None
         errors[f"entropy of {n}"] = relative(out.entropy, truth[n].entropy)
     return {"errors": errors, "num_moved": plan.num_moved}
 
@@ -147,8 +152,12 @@ def planned_by_cost(lengths: tuple[int, ...]) -> dict[str, Any]:
     """What engines plan with a cost model, and what they refuse."""
     placement = initialize(Layout(dp=world_size_from_environment()), device="cpu")
     options = BatchingOptions(max_tokens_per_micro_batch=96)
-    rising = CostModel(forward=[[0.0, 0.0, 1.0]], backward=[[0.0, 0.0, 2.0]], unit="pair")
-    two_stages = CostModel(forward=[[0.0, 1.0, 0.0]] * 2, backward=[[0.0, 1.0, 0.0]] * 2)
+    rising = CostModel(
+        forward=np.array([[0.0, 0.0, 1.0]]), backward=np.array([[0.0, 0.0, 2.0]]), unit="pair"
+    )
+    two_stages = CostModel(
+        forward=np.array([[0.0, 1.0, 0.0]] * 2), backward=np.array([[0.0, 1.0, 0.0]] * 2)
+    )
     plans, said = [], []
     for kind in (PipelineEngine, FSDPEngine):
         engine: Any = kind(
@@ -194,7 +203,7 @@ def step_without_fields(layout: dict[str, Any], lengths: tuple[int, ...]) -> str
 
 
 class _Fails(CrossEntropy):
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise ArithmeticError("the loss failed")
 
 

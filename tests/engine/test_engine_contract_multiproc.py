@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_batching.plan.options import Balance
 from tests.engine import engine_cases
 from tests.support.process_pool import Pools
 
@@ -70,7 +71,7 @@ def test_fsdp_trains_like_the_pipeline(pools: Pools) -> None:
     [{"dp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "vpp": 2, "dp": 2}],
     ids=["dp2", "pp2-dp2", "pp2-vpp2-dp2"],
 )
-def test_shards_give_what_the_whole_gives(pools: Pools, layout: Any, balance: str) -> None:
+def test_shards_give_what_the_whole_gives(pools: Pools, layout: Any, balance: Balance) -> None:
     world_size = layout.get("pp", 1) * layout["dp"]
     results = pools[world_size].run(
         engine_cases.sharded_step, layout=layout, lengths=LENGTHS, balance=balance
@@ -83,7 +84,7 @@ def test_a_critic_is_the_same_in_every_layout(pools: Pools) -> None:
     (true,) = pools[1].run(engine_cases.critic_step, layout={}, lengths=LENGTHS)
     assert set(true["values"]) == set(range(len(LENGTHS)))
     for layout, split in (({"pp": 2, "vpp": 2}, None), ({"dp": 2}, None), UNEVEN):
-        values = {}
+        values: dict[int, Any] = {}
         for result in pools[2].run(
             engine_cases.critic_step, layout=layout, lengths=LENGTHS, split=split
         ):

@@ -172,7 +172,7 @@ def test_policy_losses_depend_on_the_cut_only_where_a_warning_says_so(
 
 GROUP_OF_4 = {"override_transformer_config": {"microbatch_group_size_per_vp_stage": 4}}
 # Limits, lengths by replica, overrides of the engine's config.
-REFUSED_BY_VERL = {
+REFUSED_BY_VERL: dict[str, Any] = {
     "pp1-dp2": [(CAP, [[100] * 4, [2, 2]], {})],  # fewer samples than the synced count
     "pp2": [(SIZE, [[9, 5, 7]], {})],  # the size leaves a rest
     "pp2-vpp2": [

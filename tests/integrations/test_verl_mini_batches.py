@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("verl", reason="needs pip install megatron-batching[verl]")
 
+from typing import Any
+
 from verl.single_controller.base.decorator import _split_args_kwargs_data_proto
 from verl.utils import tensordict_utils as tu
 
@@ -23,7 +25,7 @@ LENGTHS = [9, 1, 8, 2, 7, 3, 6, 4, 30, 2, 5, 5, 1, 28, 3, 40]
 
 def verls_windows(order: list[int], size: int, dp: int, epochs: int) -> list[list[list[int]]]:
     """Rows of each mini-batch and replica, from a batch that was put in this order."""
-    columns = {
+    columns: dict[str, torch.Tensor | list[Any]] = {
         "row": torch.tensor(order),
         "input_ids": torch.nested.as_nested_tensor(
             [torch.zeros(LENGTHS[row], dtype=torch.int64) for row in order], layout=torch.jagged

@@ -42,8 +42,10 @@ def test_recipe_fits_verls_schema() -> None:
 
     # Every key of ours is one that verl's own config has, except what ray hands to workers.
     plain = Path(verl.trainer.config.__file__).parent / "_generated_ppo_megatron_trainer.yaml"
-    known = OmegaConf.to_container(OmegaConf.load(plain), resolve=False)
-    ours = OmegaConf.to_container(OmegaConf.load(find_config("verl/grpo_megatron")), resolve=False)
+    known: Any = OmegaConf.to_container(OmegaConf.load(plain), resolve=False)
+    ours: Any = OmegaConf.to_container(
+        OmegaConf.load(find_config("verl/grpo_megatron")), resolve=False
+    )
     ours = {k: v for k, v in ours.items() if k not in ("defaults", "hydra", "ray_kwargs")}
     assert not unknown_keys(ours, known)
 

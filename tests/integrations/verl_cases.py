@@ -48,8 +48,7 @@ def model_path(*, has_experts: bool = False) -> Path:
         torch.manual_seed(0)
         if has_experts:  # weights are drawn, not loaded: see `verl_cpu.without_weights`
             Qwen3MoeConfig(
-                **sizes,
-                head_dim=16,
+                **sizes | {"head_dim": 16},
                 num_experts=4,
                 num_experts_per_tok=2,
                 moe_intermediate_size=32,
@@ -160,7 +159,7 @@ def batch(lengths: list[list[int]], limits: dict[str, Any], *, dp_rank: int) -> 
             )
         shards.append(rows)
     rows = shards[dp_rank]
-    columns = {
+    columns: dict[str, Any] = {
         key: torch.nested.as_nested_tensor([r[key] for r in rows], layout=torch.jagged)
         for key in rows[0]
     }

@@ -105,7 +105,7 @@ def _register_platform() -> None:
         def ray_resource_name(self) -> str:
             return "CPU"
 
-        set_device = synchronize = empty_cache = set_allocator_settings = _nothing
+        set_device = synchronize = empty_cache = set_allocator_settings = _nothing  # type: ignore[assignment]
 
         def manual_seed(self, seed: int) -> None:
             torch.manual_seed(seed)
@@ -121,7 +121,7 @@ def _enter_cpu_mode() -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     # verl seeds Megatron's generators only if it sees an accelerator.
-    engines = importlib.import_module("verl.workers.engine.megatron.transformer_impl")
+    engines: Any = importlib.import_module("verl.workers.engine.megatron.transformer_impl")
     seed_all = engines.set_random_seed
 
     def set_random_seed(seed: int) -> None:

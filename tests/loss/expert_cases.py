@@ -14,7 +14,7 @@ from megatron_batching.megatron.parallel import initialize
 from megatron_batching.plan import BatchingOptions, Layout
 from tests.loss.loss_models import LENGTHS, SEED, build, mini_batch
 
-BATCHING = {"max_tokens_per_micro_batch": 48, "align": 2}
+BATCHING: dict[str, Any] = {"max_tokens_per_micro_batch": 48, "align": 2}
 EXPERTS = dict(
     add_bias_linear=False,
     num_moe_experts=4,

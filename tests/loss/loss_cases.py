@@ -13,9 +13,11 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from megatron_batching.data import synthetic_mini_batch
 from megatron_batching.engine import step_loss
+from megatron_batching.engine.checks import ExpertShares
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.loss import CrossEntropy, Metrics, log_probs, token_log_probs
-from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
+from megatron_batching.loss.aggregation import AggregationMode
+from megatron_batching.megatron.config import ModelConfig, OptimizerSettings, Precision
 from megatron_batching.megatron.experts import tensor_parallel_group
 from megatron_batching.megatron.parallel import initialize
 from megatron_batching.plan import BatchingOptions, Layout
@@ -36,7 +38,7 @@ def planned_steps(
     *,
     layout: dict[str, Any],
     batchings: dict[str, dict[str, Any]],
-    modes: tuple[str, ...],
+    modes: tuple[AggregationMode, ...],
     per_token: bool,
     precision: str = "fp32",
     kind: str = "gpt",
@@ -44,7 +46,7 @@ def planned_steps(
     lengths: tuple[int, ...] = LENGTHS,
     masked: tuple[int, ...] = FULLY_MASKED,
     masked_share: tuple[int, int] | None = None,
-    expert_shares: str = "micro_batch",
+    expert_shares: ExpertShares = "micro_batch",
     loss_scale: float = 1.0,
     split: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
@@ -91,7 +93,7 @@ def planned_steps(
     return results
 
 
-def plain_autograd(*, kind: str, modes: tuple[str, ...]) -> list[dict[str, Any]]:
+def plain_autograd(*, kind: str, modes: tuple[AggregationMode, ...]) -> list[dict[str, Any]]:
     """The same errors of the reference itself in fp32: what rounding does without any cut."""
     results = []
     for mode in modes:
@@ -274,7 +276,7 @@ def _differences_to_megatron() -> dict[str, float]:
     return differences
 
 
-def logits_dtypes(precision: str) -> dict[str, str]:
+def logits_dtypes(precision: Precision) -> dict[str, str]:
     """In which dtype logits reach the loss, training and forward only, and the values' dtype."""
     placement = initialize(Layout(), device="cpu")
     engine = PipelineEngine(

@@ -12,16 +12,17 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron_batching.data import MiniBatch, Sample, collate, synthetic_mini_batch
-from megatron_batching.loss import Aggregation, CrossEntropy, PolicyLoss, ValueLoss
+from megatron_batching.loss import Aggregation, CrossEntropy, Objective, PolicyLoss, ValueLoss
+from megatron_batching.loss.aggregation import AggregationMode
 from megatron_batching.megatron import model as model_module
-from megatron_batching.megatron.config import ModelConfig
+from megatron_batching.megatron.config import ModelConfig, PositionEmbedding
 from megatron_batching.megatron.model import PipelineModel, build_model
 
 SEED = 5
 LENGTHS = (24, 3, 11, 33, 7, 18, 5, 2, 9, 28)
 FULLY_MASKED = (4,)
 NORM = 40.0
-OBJECTIVES = {
+OBJECTIVES: dict[str, Objective] = {
     "cross entropy": CrossEntropy(),
     "cross entropy, temperature": CrossEntropy(temperature=0.7),
     "ppo": PolicyLoss(dual_clip=1.5, entropy_coefficient=0.1, kl_coefficient=0.2, temperature=1.3),
@@ -47,11 +48,15 @@ class _ValueHead(torch.nn.Linear):
         super().__init__(hidden_size, 1)
         torch.nn.init.zeros_(self.bias)
 
-    def forward(self, hidden: torch.Tensor, **_: Any) -> Any:
-        return super().forward(hidden), None
+    def forward(self, input: torch.Tensor, **_: Any) -> Any:
+        return super().forward(input), None
 
 
-_POSITIONS = {"token-local": "none", "moe token-local": "none", "mtp": "rope"}
+_POSITIONS: dict[str, PositionEmbedding] = {
+    "token-local": "none",
+    "moe token-local": "none",
+    "mtp": "rope",
+}
 
 
 def model_config(kind: str, precision: str, per_token: bool, num_layers: int) -> ModelConfig:
@@ -112,7 +117,7 @@ def _norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any)
     """A torch norm whose gradient is summed over the ranks of a sequence, as Apex' and TE's are."""
     norm = torch.nn.LayerNorm(hidden_size, eps=eps)
     for parameter in norm.parameters():
-        parameter.sequence_parallel = config.sequence_parallel
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return norm
 
 
@@ -173,6 +178,7 @@ def mini_batch(
             cp, rank = masked_share
             whole = collate([sample], packing="packed", align=2 * cp)
             held = whole.context_parallel_share(cp, rank).held
+            assert held is not None
             # Position p predicts token p + 1.
             mask[[p + 1 for p in held.tolist() if p + 1 < n]] = 0.0
         # Whatever stands where nothing is learned must not matter.
@@ -181,5 +187,5 @@ def mini_batch(
     return MiniBatch(tuple(samples))
 
 
-def aggregation(mode: str) -> Aggregation:
+def aggregation(mode: AggregationMode) -> Aggregation:
     return Aggregation(mode=mode, norm=NORM if mode.endswith("norm") else None)

@@ -77,8 +77,9 @@ def reference(
         name: torch.stack([_padded(s.fields[name], mask.shape[1]) for s in samples])
         for name in samples[0].fields
     }
+    metrics: dict[str, Any] = {}
     if kind == "mtp":
-        token_loss, metrics = output.double(), {}
+        token_loss = output.double()
     else:
         token_loss, metrics = _token_losses(objective, output.double(), batch.labels, field)
     loss = _aggregate(token_loss, mask, mode)
@@ -136,7 +137,7 @@ def _token_losses(
     log_probs = log_softmax.gather(-1, labels[..., None])[..., 0]
     if isinstance(objective, CrossEntropy):
         return -log_probs, {}
-    assert isinstance(objective, PolicyLoss)
+    assert isinstance(objective, PolicyLoss) and objective.dual_clip is not None
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     ratio = torch.exp(log_probs - field["old_log_probs"])
     advantages = field["advantages"]
@@ -170,6 +171,7 @@ def _value_losses(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     error = (values - field["returns"]) ** 2
     moved = values - field["old_values"]
+    assert objective.clip is not None
     moved = torch.clamp(moved, -objective.clip, objective.clip)
     clipped_error = (field["old_values"] + moved - field["returns"]) ** 2
     loss = torch.stack([error, clipped_error]).amax(0) / 2

@@ -15,14 +15,14 @@ from megatron_batching.loss import MODES
 from tests.loss import loss_cases
 from tests.support.process_pool import Pools
 
-BATCHINGS = {
+BATCHINGS: dict[str, dict[str, Any]] = {
     "fixed": {"micro_batch_size": 2, "packing": "padded"},
     "dynamic": {"max_tokens_per_micro_batch": 48},
     "one sample each": {"micro_batch_size": 1},
     "dummies": {"max_tokens_per_micro_batch": 48, "min_num_micro_batches": 11},
 }
 # MTP is refused in packed rows, and in rows of one token.
-MTP_BATCHINGS = {
+MTP_BATCHINGS: dict[str, dict[str, Any]] = {
     "fixed": {"micro_batch_size": 2, "packing": "padded", "align": 2},
     "one sample each": {"micro_batch_size": 1, "packing": "padded", "align": 2},
     "dummies": {

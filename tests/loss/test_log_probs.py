@@ -98,7 +98,7 @@ def test_peak_is_that_of_bf16_logits_and_their_gradient(
     """2 bytes a logit, 4 with the gradient, and a sixteenth of that for the tokens under way."""
     tokens, vocabulary = 256, 4096
     monkeypatch.setattr(log_probs, "CHUNK_ENTRIES", tokens * vocabulary // 256)
-    case = dict(
+    case: dict[str, Any] = dict(
         tokens=tokens,
         vocabulary=vocabulary,
         with_entropy=with_entropy,

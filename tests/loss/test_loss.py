@@ -32,16 +32,18 @@ from megatron_batching.loss import (
     kl_estimate,
     token_log_probs,
 )
+from megatron_batching.loss.aggregation import AggregationMode
 from megatron_batching.loss.metrics import check_kinds, finish, join_rows, micro_batch_row
+from megatron_batching.plan.options import Packing
 
 NORM = 7.0
 
 
-def aggregation(mode: str) -> Aggregation:
+def aggregation(mode: AggregationMode) -> Aggregation:
     return Aggregation(mode=mode, norm=NORM if mode.endswith("norm") else None)
 
 
-def textbook(mode: str, losses: list[torch.Tensor], masks: list[torch.Tensor]) -> float:
+def textbook(mode: AggregationMode, losses: list[torch.Tensor], masks: list[torch.Tensor]) -> float:
     """The modes over whole sequences, without any weights."""
     kept = [(x, m) for x, m in zip(losses, masks, strict=True) if m.sum() > 0]
     sums = [float((x * m).sum()) for x, m in kept]
@@ -80,7 +82,7 @@ def samples_of(drawn: Any) -> tuple[list[Sample], list[torch.Tensor], list[torch
     cp=st.sampled_from([1, 2, 4]),
 )
 def test_shares_add_up_to_the_loss_however_it_is_cut(
-    drawn: Any, mode: str, cuts: list[int], packing: str, cp: int
+    drawn: Any, mode: AggregationMode, cuts: list[int], packing: Packing, cp: int
 ) -> None:
     samples, losses, masks = samples_of(drawn)
     counts = Counts(tokens_per_sequence=tuple(s.num_loss_tokens for s in samples))
@@ -112,11 +114,11 @@ def test_shares_add_up_to_the_loss_however_it_is_cut(
             )
     assert tokens == sum(len(s) for s in samples)
     metrics = finish(kinds, join_rows(kinds, rows), counts=counts, aggregation=aggregation(mode))
-    values = metrics.values()
+    reported = metrics.values()
     if counts.num_sequences == 0:
         assert total == 0
-        assert values.get("loss", 0) == 0
-        assert all(math.isfinite(v) for v in values.values())
+        assert reported.get("loss", 0) == 0
+        assert all(math.isfinite(v) for v in reported.values())
         return
     assert total == pytest.approx(textbook(mode, losses, masks), rel=1e-9, abs=1e-12)
     counted = torch.cat([x[m > 0] for x, m in zip(losses, masks, strict=True)])
@@ -128,11 +130,11 @@ def test_shares_add_up_to_the_loss_however_it_is_cut(
         "min": float(counted.min()),
         "max": float(counted.max()),
     }
-    assert values == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert reported == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_metrics_of_an_epoch_are_those_of_its_mini_batches_together(mode: str) -> None:
+def test_metrics_of_an_epoch_are_those_of_its_mini_batches_together(mode: AggregationMode) -> None:
     generator = torch.Generator().manual_seed(1)
     drawn = [
         [(float(x), 1.0) for x in torch.randn(n, generator=generator)] for n in (9, 3, 2, 6, 4)
@@ -170,7 +172,7 @@ def test_one_masked_sequence_leaves_the_denominator() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_but_masked_sequences_weighs_nothing(mode: str) -> None:
+def test_nothing_but_masked_sequences_weighs_nothing(mode: AggregationMode) -> None:
     assert aggregation(mode).sequence_weights(Counts(tokens_per_sequence=(0, 0))) == [0.0, 0.0]
 
 
@@ -375,9 +377,12 @@ def test_what_stands_at_masked_tokens_does_not_matter(objective: Any) -> None:
     [
         (lambda: PolicyLoss(clip_low=0), "clip_low=0 must be above 0"),
         (lambda: PolicyLoss(dual_clip=1.0), "dual_clip=1.0 must be above 1"),
-        (lambda: PolicyLoss(kl="k4"), "'k4' is unknown: choose one of k1, k2, k3, abs"),
+        (
+            lambda: PolicyLoss(kl="k4"),  # type: ignore[arg-type]
+            "'k4' is unknown: choose one of k1, k2, k3, abs",
+        ),
         (lambda: ValueLoss(clip=-1), "clip=-1 must be above 0"),
-        (lambda: check_kinds({"x": "mean"}), "metric x='mean' is unknown"),
+        (lambda: check_kinds({"x": "mean"}), "metric x='mean' is unknown"),  # type: ignore[dict-item]
     ],
 )
 def test_wrong_settings_are_refused(build: Any, words: str) -> None:

@@ -90,7 +90,7 @@ def random_plans(
     return count
 
 
-def compare_with_expected(model: Any, placement: Placement, step: PacedStep, **mode: bool) -> None:
+def compare_with_expected(model: Any, placement: Placement, step: PacedStep, **mode: Any) -> None:
     result = run_paced_step(model, step, **mode)
     losses, weight_grads = expected(model, step)
     schedule = step.schedule

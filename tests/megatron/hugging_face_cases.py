@@ -102,7 +102,8 @@ def agrees(folder: str, layout: dict[str, Any], out: str) -> dict[str, float]:
     before = theirs(f"{out}/before")
     errors["export"] = furthest(reference, before)
 
-    loss = -sum(true_log_probs(reference, x)[0].sum() for x in ids) / sum(len(x) - 1 for x in ids)
+    log_probs = torch.stack([true_log_probs(reference, x)[0].sum() for x in ids])
+    loss = -log_probs.sum() / sum(len(x) - 1 for x in ids)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None]).norm()
     report = engine.train_batch(batch)

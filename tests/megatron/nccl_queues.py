@@ -120,6 +120,7 @@ def fake_rank(layout: Layout, rank: int, *, has_device_id: bool = False) -> Iter
     """Stand as one rank of a pipeline whose other ranks are not there."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.pp)
     if has_device_id:
+        assert dist.group.WORLD is not None
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
     cpu.enter(even_with_gpu=True)
     try:

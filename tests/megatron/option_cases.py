@@ -23,6 +23,7 @@ from megatron.core.distributed import finalize_model_grads as _  # noqa: F401
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_batching.data import synthetic_mini_batch
+from megatron_batching.engine.checks import ExpertShares
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings
 from megatron_batching.megatron.model import build_model
@@ -231,13 +232,13 @@ def other_value(kind: Any, default: Any) -> Any:
 def run(options: dict[str, Any], placement: Placement, num_layers: int = 2) -> dict[str, Any]:
     """Build the model with these options, run one mini-batch, and tell all that can be seen."""
     options = dict(options)
-    precision = "bf16" if options.pop("bf16", False) is True and "fp16" not in options else "fp32"
+    is_bf16 = options.pop("bf16", False) is True and "fp16" not in options
     model = ModelConfig(
         num_layers=num_layers,
         hidden_size=16,
         num_attention_heads=2,
         vocab_size=32,
-        precision=precision,
+        precision="bf16" if is_bf16 else "fp32",
         transformer=options,
     )
     torch.manual_seed(0)
@@ -293,7 +294,7 @@ def counted_tokens(
     batching: dict[str, Any],
     lengths: tuple[int, ...] = (7, 19, 4, 11),
     num_layers: int = 2,
-    expert_shares: str = "micro_batch",
+    expert_shares: ExpertShares = "micro_batch",
     **options: Any,
 ) -> tuple[list[float], float, int]:
     """(tokens that each router of this rank counted, sample tokens x choices, dummies).

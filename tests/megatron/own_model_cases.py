@@ -167,6 +167,7 @@ def adopted_step(layout: dict[str, Any], lengths: tuple[int, ...], **model: Any)
         optimizer=get_megatron_optimizer(given, chunks),
     )
     found = theirs.train_batch(mini_batch(lengths))
+    assert found.grad_norm is not None and true.grad_norm is not None
     distances = [
         (p.detach() - q).abs().max().item()
         for p, q in zip(parameters(chunks), true_weights, strict=True)

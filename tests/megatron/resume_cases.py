@@ -48,7 +48,7 @@ def batch(step: int) -> MiniBatch:
 
 def steps(engine: PipelineEngine, numbers: Any) -> list[tuple[float, ...]]:
     """(loss, norm, learning rate, loss scale) of each step."""
-    found = []
+    found: list[tuple[float, ...]] = []
     for i in numbers:
         report = engine.train_batch(batch(i))
         assert report.grad_norm is not None

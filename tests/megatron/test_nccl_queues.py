@@ -8,6 +8,7 @@ ahead. No batched call waits for the device. Command: pytest tests/megatron/test
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_a_world_with_a_device_id_posts_nothing_ahead_and_ends(
 def test_planned_batched_messages_never_wait_for_the_device(
     planned_shapes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits = []
+    waits: list[None] = []
     # In a fake group no shape arrives, so the first rank only sends where shapes are exchanged.
     schedule = PipelineSchedule(pp=2, num_micro_batches=4, forward_only=not planned_shapes)
     with fake_rank(Layout(pp=2), 0) as placement, Recorder().in_place():
@@ -82,7 +83,7 @@ def test_planned_batched_messages_never_wait_for_the_device(
 
 def test_the_simulation_itself() -> None:
     """Two ranks that both send first: fine in one batch, a standstill one after the other."""
-    apart = [
+    apart: list[Any] = [
         [
             Post("pipeline", (0, 1), (Half(2 * rank, True, 1 - rank),)),
             Wait(2 * rank),

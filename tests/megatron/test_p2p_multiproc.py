@@ -14,7 +14,8 @@ import pytest
 from tests.megatron import execution_cases
 from tests.support.process_pool import Pools
 
-PLANNED, CHECKED, EXCHANGED = {}, {"check_shapes": True}, {"planned_shapes": False}
+PLANNED: dict[str, bool] = {}
+CHECKED, EXCHANGED = {"check_shapes": True}, {"planned_shapes": False}
 NOT_AHEAD = {"prefetch": False}
 OVERLAPS = {"overlap": 28, "batched": 14, "unbatched": 14}  # plans to run with each
 

@@ -139,7 +139,7 @@ def worker(fault: str, folder: Path) -> None:
         object.__setattr__(engine, "objective", _Failing(fail))
     if hit(0, "iterator ends"):
         whole = MicroBatchFeed.iterators
-        MicroBatchFeed.iterators = lambda feed: [  # type: ignore[method-assign]
+        MicroBatchFeed.iterators = lambda feed: [  # type: ignore[method-assign, assignment]
             itertools.islice(i, 0) for i in whole(feed)
         ]
     with contextlib.ExitStack() as stack:
@@ -250,13 +250,12 @@ def in_fork(rank: int, world_size: int, port: str, log: Path, act: Callable[[], 
         act()
     except SystemExit as error:
         code = error.code or 0
-    except BaseException:
-        kind, error, trace = sys.exc_info()
-        assert kind is not None and error is not None
-        sys.excepthook(kind, error, trace)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     atexit._run_exitfuncs()
-    multiprocessing.util._exit_function()  # one of those that were cleared: it ends children
+    # One of those that were cleared: it ends children.
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -15,7 +15,7 @@ from tests.loss import loss_cases, loss_table
 from tests.support.process_pool import WorkerPool
 
 NUM_STEPS = 50
-RUNS = {
+RUNS: dict[str, dict[str, Any]] = {
     "pp 1, fixed: 4 samples a micro-batch": dict(
         layout={}, batching={"micro_batch_size": 4, "packing": "padded"}
     ),
@@ -28,7 +28,7 @@ RUNS = {
 }
 
 
-def losses(pool: Any, run: Mapping[str, Any]) -> list[float]:
+def losses(pool: WorkerPool, run: Mapping[str, Any]) -> list[float]:
     """The loss of every step; all ranks report the same."""
     results = pool.run(loss_cases.train, num_steps=NUM_STEPS, **run)
     assert all(r["losses"] == results[0]["losses"] for r in results)

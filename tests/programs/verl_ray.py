@@ -65,7 +65,7 @@ def rollout() -> Any:
                     "advantages": torch.full((RESPONSE,), float(advantage)),
                 }
             )
-    columns = {
+    columns: dict[str, Any] = {
         key: torch.nested.as_nested_tensor([r[key] for r in rows], layout=torch.jagged)
         for key in rows[0]
     }
@@ -100,7 +100,7 @@ def update(layout: dict[str, int], vendor: str, world: int) -> dict[str, Any]:
     )
     pool = RayResourcePool([world], use_gpu=False, max_colocate_count=1)
     worker = RayClassWithInitArgs(ray.remote(CPUTrainingWorker), config=config, vendor=vendor)
-    group = RayWorkerGroup(pool, worker, device_name="cpu")
+    group: Any = RayWorkerGroup(pool, worker, device_name="cpu")
     group.reset()
     group.set_loss_fn(partial(ppo_loss, actor_config()))
 

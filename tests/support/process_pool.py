@@ -51,7 +51,7 @@ class WorkerPool:
         while len(results) + len(errors) < self.world_size:
             waiting = [p for r, p in enumerate(self._pipes) if r not in results | errors]
             # Once a rank has failed, its peers may wait for it for ever.
-            ready = wait(waiting, timeout=5.0 if errors else timeout_s)
+            ready: list[Any] = wait(waiting, timeout=5.0 if errors else timeout_s)
             if not ready:
                 break
             for pipe in ready:

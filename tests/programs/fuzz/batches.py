@@ -7,11 +7,13 @@ import random
 import torch
 
 from megatron_batching.data import Sample, collate
+from megatron_batching.plan.options import Packing
 
 
 def fuzz_collate(rng: random.Random) -> None:
     """Packing and padding: every token, label and weight lies where arithmetic puts it."""
-    align, packing = rng.choice([1, 1, 2, 4, 7]), rng.choice(["packed", "padded"])
+    align = rng.choice([1, 1, 2, 4, 7])
+    packing: Packing = rng.choice(("packed", "padded"))
     lengths = [rng.randint(1, 12) for _ in range(rng.randint(0, 5))]
     samples = []
     for n in lengths:
