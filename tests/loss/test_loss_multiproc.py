@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_batching.loss import MODES
+from megatron_batching.megatron.config import Precision
 from tests.loss import loss_cases, loss_table
 from tests.support.process_pool import Pools
 
@@ -330,7 +331,7 @@ def test_log_probs_equal_megatrons_with_a_split_vocabulary(
     ("precision", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")]
 )
 def test_logits_reach_the_loss_in_the_dtype_of_the_model(
-    pools: Pools, precision: str, dtype: str
+    pools: Pools, precision: Precision, dtype: str
 ) -> None:
     (found,) = pools[1].run(loss_cases.logits_dtypes, precision=precision)
     assert found == {
