@@ -73,6 +73,7 @@ def exact_fit(weights: np.ndarray, cap: int, num_bins: int) -> np.ndarray | None
     untried = [[0]]
     for _ in range(MOST_NODES):
         if not untried[-1]:
+            # A dead end: the last placed item is taken back, and its next bin is tried.
             untried.pop()
             if not choice:
                 return None
@@ -85,6 +86,8 @@ def exact_fit(weights: np.ndarray, cap: int, num_bins: int) -> np.ndarray | None
             assignment = np.empty(len(held), dtype=np.int64)
             assignment[order] = choice
             return assignment
+        # Bins with the same room left are alike, so one of them stands for all; the fullest with
+        # room for the item is tried first.
         first_of_room = {room: b for b, room in reversed(list(enumerate(rooms)))}
         able = [(room, b) for room, b in first_of_room.items() if room >= held[len(choice)]]
         untried.append([b for _, b in sorted(able, reverse=True)])

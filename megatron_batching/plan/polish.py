@@ -119,6 +119,7 @@ def _change(
         items = np.concatenate([items, other.items])
         bins = np.concatenate([bins, middle + other.bins])
         batch, num_bins = 2 * CHANGES_A_ROUND, middle + other.num_bins
+    # The first half of the batch changes the slow replica alone, the second trades with the other.
     changed = np.repeat(bins[None], batch, axis=0)
     within = np.arange(CHANGES_A_ROUND)
     _move_items(changed, within, own, range(own), range(middle), rng)
@@ -140,6 +141,8 @@ def _change(
     # [2, C] step times of both replicas; infinite over the cap, 0 where the other's is unchanged
     times = np.stack([np.full(batch, np.inf), np.zeros(batch)])
     mine, others = features[:, :middle], features[:, middle:]
+    # A replica on its own is simulated alone. Replicas that meet in MoE layers are simulated
+    # together, those that do not change included; if both at hand meet, one time holds for both.
     if len(slow.block) == 1:
         times[0, able], times[1, traded] = _step_times(problem, group, mine[able], others[traded])
     elif other in slow.block:
@@ -199,6 +202,8 @@ def _move_bins(
         if rng.random() < TRADE_SHARE:
             place[[one[at], two[at]]] = two[at], one[at]
         else:
+            # One is taken out and put in elsewhere: those between move up by one. `order` says
+            # which micro-batch comes at each place, its inverse where each one goes.
             order = np.insert(np.delete(place, one[at]), two[at], one[at])
             place[order] = np.arange(num_bins)
         moved = bins[plan] < num_bins

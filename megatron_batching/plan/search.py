@@ -101,6 +101,8 @@ class Table:
             if len(blocks) == 1:
                 found += [Finalist(group=group, candidates=c) for c in blocks[0]]
             elif all(blocks):
+                # Blocks of replicas that need not agree each take their own best setting, as long
+                # as the group, which holds for all, is the same.
                 chosen = [min(choices, key=_slowest) for choices in blocks]
                 found.append(Finalist(group=group, candidates=[c for b in chosen for c in b]))
         return found
@@ -356,6 +358,7 @@ class Search:
             return False
         else:
             time = max(winner.values())[0]
+        # Where counts are small, 1.6 times is less than a whole pp, which must be tried as well.
         past_reach = count > max(SWEEP_REACH * last_gain, last_gain + self.layout.pp)
         return past_reach or self._good_enough(time)
 
