@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from megatron_batching.bench.figures import ComparedFigures
 from megatron_batching.bench.outputs import TIMELINE
 from megatron_batching.bench.train_config import TrainConfig
 from megatron_batching.data import synthetic_mini_batch
@@ -44,11 +46,11 @@ def run_comparison(
     mini_batch = synthetic_mini_batch(
         lengths, vocab_size=config.model.vocab_size, seed=config.run.seed + 1_000
     )
-    plain = plain_plan(
+    fixed_split = plain_plan(
         lengths, config.layout, config.compare.micro_batch_size, engine.batching.align
     )
     methods = {
-        "plain": (plain, False),
+        "plain": (fixed_split, False),
         "planned": (engine.plan(mini_batch), config.run.planned_shapes),
     }
     reports: dict[str, list[StepReport]] = {name: [] for name in methods}
@@ -62,12 +64,13 @@ def run_comparison(
             if repeat > 0:  # the first round warms up
                 reports[name].append(report)
     results = {name: _summary(steps) for name, steps in reports.items()}
+    plain, planned = results["plain"], results["planned"]
     timelines = [_timeline(name, steps) for name, steps in reports.items()]
     differences = {
-        f"{key}_difference": abs(results["planned"][key] / results["plain"][key] - 1.0)
-        for key in ("loss", "grad_norm")
+        "loss_difference": abs(planned.loss / plain.loss - 1.0),
+        "grad_norm_difference": abs(planned.grad_norm / plain.grad_norm - 1.0),
     }
-    speed_up = results["plain"]["step_time_s"] / results["planned"]["step_time_s"]
+    speed_up = plain.step_time_s / planned.step_time_s
     console.print(_table(results))
     console.print(
         f"the plan is {speed_up:.2f}x faster; relative difference of loss "
@@ -78,7 +81,8 @@ def run_comparison(
         path = output_dir / TIMELINE
         draw_png(timelines, path)
         console.print(f"timeline of one step of each: {path}")
-    return {**results, **differences, "speed_up": speed_up}
+    rows = {name: asdict(figures) for name, figures in results.items()}
+    return {**rows, **differences, "speed_up": speed_up}
 
 
 def plain_plan(
@@ -99,19 +103,18 @@ def plain_plan(
     return plan_from_rows(lengths, layout, options, padded, group=group)
 
 
-def _summary(steps: Sequence[StepReport]) -> dict[str, float]:
+def _summary(steps: Sequence[StepReport]) -> ComparedFigures:
     grad_norm = steps[-1].grad_norm
     assert grad_norm is not None
-    return {
-        "loss": steps[-1].loss,
-        "grad_norm": grad_norm,
-        "micro_batches": max(r.num_micro_batches for r in steps[-1].plan.replicas),
-        "tokens_with_padding": sum(
-            m.tokens for r in steps[-1].plan.replicas for m in r.micro_batches
-        ),
-        "step_time_s": statistics.median(s.step_time_s for s in steps),
-        "bubble_fraction": statistics.median(s.bubble_fraction for s in steps),
-    }
+    replicas = steps[-1].plan.replicas
+    return ComparedFigures(
+        loss=steps[-1].loss,
+        grad_norm=grad_norm,
+        micro_batches=max(r.num_micro_batches for r in replicas),
+        tokens_with_padding=sum(m.tokens for r in replicas for m in r.micro_batches),
+        step_time_s=statistics.median(s.step_time_s for s in steps),
+        bubble_fraction=statistics.median(s.bubble_fraction for s in steps),
+    )
 
 
 def _timeline(name: str, steps: Sequence[StepReport]) -> Timeline:
@@ -123,18 +126,18 @@ def _timeline(name: str, steps: Sequence[StepReport]) -> Timeline:
     return Timeline(events=events, title=name, source="measured")
 
 
-def _table(results: dict[str, dict[str, float]]) -> Table:
+def _table(results: dict[str, ComparedFigures]) -> Table:
     table = Table(title="one mini-batch, same weights: plain fixed split against the plan")
     for column in ("", "loss", "grad norm", "micro-batches", "tokens, padded", "step s", "bubble"):
         table.add_column(column, justify="right")
     for name, row in results.items():
         table.add_row(
             name,
-            f"{row['loss']:.7f}",
-            f"{row['grad_norm']:.7f}",
-            f"{row['micro_batches']}",
-            f"{row['tokens_with_padding']:,}",
-            f"{row['step_time_s']:.3f}",
-            f"{row['bubble_fraction']:.0%}",
+            f"{row.loss:.7f}",
+            f"{row.grad_norm:.7f}",
+            f"{row.micro_batches}",
+            f"{row.tokens_with_padding:,}",
+            f"{row.step_time_s:.3f}",
+            f"{row.bubble_fraction:.0%}",
         )
     return table

@@ -8,10 +8,10 @@ leaves what it did.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_batching.bench.figures import MiniBatchFigures
 from megatron_batching.schedules.files import check_folder
 
 # Row of `train` -> tag; what belongs together shares the part before the slash.
@@ -51,13 +51,13 @@ class EventLog:
 
         self._writer: Any = SummaryWriter(str(folder))
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: MiniBatchFigures) -> None:
         """Write one row; its predicted time stands beside the measured one, in its own unit."""
-        step = row["mini_batch"]
+        step = row.mini_batch
         for key, tag in EVENT_TAGS.items():
-            self._writer.add_scalar(tag, row[key], step)
-        unit = row["predicted_unit"].replace(" ", "_")
-        self._writer.add_scalar(f"step/predicted_{unit}", row["predicted_step_time"], step)
+            self._writer.add_scalar(tag, getattr(row, key), step)
+        unit = row.predicted_unit.replace(" ", "_")
+        self._writer.add_scalar(f"step/predicted_{unit}", row.predicted_step_time, step)
         self._writer.flush()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What `bench` tells of one method on one case: values by name, and the JSON row made of them.
+"""What commands tell of a step: values by name, and the JSON rows made of them.
 
-Tables, pages and summaries read the values; only `to_json` knows the keys of the JSON line, so
-that a key can neither be misspelt nor be missing where nobody looks.
+Tables, pages and summaries read the values, so that a key can neither be misspelt nor be missing
+where nobody looks. Where a class has no `to_json`, its fields are the keys of its row.
 """
 
 from __future__ import annotations
@@ -137,3 +137,90 @@ class MethodFigures:
         if self.prediction_error is not None:
             row["prediction_error"] = self.prediction_error
         return row | {f"speed_up_over_{name}": r for name, r in self.speed_up_over.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatchFigures:
+    """One mini-batch that `train` ran.
+
+    Attributes:
+        mini_batch: its number, from 0.
+        samples: of the global mini-batch.
+        tokens: of the global mini-batch, without padding.
+        micro_batches: of the replica that has most.
+        dummies: of all replicas.
+        loss: the aggregated loss of the mini-batch.
+        grad_norm: before the optimizer's step.
+        step_time_s: of the slowest rank.
+        tokens_per_s: tokens by that time.
+        bubble_fraction: share of rank time spent on no op.
+        predicted_step_time: as the plan foretold it, in `predicted_unit`.
+        predicted_unit: the cost model's unit.
+        lr: the learning rate of the step.
+    """
+
+    mini_batch: int
+    samples: int
+    tokens: int
+    micro_batches: int
+    dummies: int
+    loss: float
+    grad_norm: float
+    step_time_s: float
+    tokens_per_s: float
+    bubble_fraction: float
+    predicted_step_time: float
+    predicted_unit: str
+    lr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedFigures:
+    """One side of `train`'s comparison with a plain split.
+
+    Attributes:
+        loss: of the mini-batch.
+        grad_norm: of the mini-batch.
+        micro_batches: of the replica that has most.
+        tokens_with_padding: of all replicas.
+        step_time_s: median.
+        bubble_fraction: median.
+    """
+
+    loss: float
+    grad_norm: float
+    micro_batches: int
+    tokens_with_padding: int
+    step_time_s: float
+    bubble_fraction: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedFigures:
+    """A plan's step as `simulate` tells it.
+
+    Attributes:
+        title: name of the plan.
+        step_time: of the slowest replica.
+        unit: of times.
+        lower_bound_any_order: step time that no order of the same micro-batches can beat.
+        slowest_replica: its dp rank.
+        num_micro_batches: of each replica.
+        bubble_fraction: share of all ranks' time spent on no op.
+        bubble_of_slowest: the same of the slowest replica.
+        bubble_by_phase: of the slowest replica, by warm-up, steady state and cool-down.
+        bubble_by_cause: of the slowest replica, by what ranks waited for.
+        peak_tokens_in_flight: of each pipeline rank, the most over the replicas.
+    """
+
+    title: str
+    step_time: float
+    unit: str
+    lower_bound_any_order: float
+    slowest_replica: int
+    num_micro_batches: list[int]
+    bubble_fraction: float
+    bubble_of_slowest: float
+    bubble_by_phase: dict[str, float]
+    bubble_by_cause: dict[str, float]
+    peak_tokens_in_flight: list[float]

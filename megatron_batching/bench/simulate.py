@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
 
 import numpy as np
 
+from megatron_batching.bench.figures import SimulatedFigures
 from megatron_batching.bench.outputs import Outputs
 from megatron_batching.bench.recording import Recording
 from megatron_batching.plan import (
@@ -55,7 +55,7 @@ def simulate_plan(
     cost: str | None = None,
     communication: Communication | None = None,
     replica: int | None = None,
-) -> tuple[Timeline, dict[str, Any]]:
+) -> tuple[Timeline, SimulatedFigures]:
     """Simulate every replica.
 
     Args:
@@ -93,28 +93,30 @@ def simulate_plan(
         events += [replace(event, dp_rank=dp_rank) for event in timeline.events]
     return (
         Timeline(events=tuple(events), title=title, unit=model.unit),
-        _figures(simulations, slowest, model.unit),
+        _figures(simulations, slowest, title, model.unit),
     )
 
 
-def _figures(simulations: Sequence[Simulation], slowest: int, unit: str) -> dict[str, Any]:
+def _figures(
+    simulations: Sequence[Simulation], slowest: int, title: str, unit: str
+) -> SimulatedFigures:
     simulation = simulations[slowest]
     step_time = simulation.step_time
-    bound = max(lower_bound(s.schedule, s.times) for s in simulations)
     busy = sum(float((s.end - s.start).sum()) for s in simulations)
     peaks = np.max([s.peak_tokens_in_flight for s in simulations], axis=0)
-    return {
-        "step_time": step_time,
-        "unit": unit,
-        "lower_bound_any_order": bound,
-        "slowest_replica": slowest,
-        "num_micro_batches": [s.schedule.num_micro_batches for s in simulations],
-        "bubble_fraction": 1 - busy / (len(simulations) * simulation.schedule.pp * step_time),
-        "bubble_of_slowest": simulation.bubble_fraction,
-        "bubble_by_phase": simulation.bubble_by_phase,
-        "bubble_by_cause": simulation.bubble_by_cause,
-        "peak_tokens_in_flight": [float(peak) for peak in peaks],
-    }
+    return SimulatedFigures(
+        title=title,
+        step_time=step_time,
+        unit=unit,
+        lower_bound_any_order=max(lower_bound(s.schedule, s.times) for s in simulations),
+        slowest_replica=slowest,
+        num_micro_batches=[s.schedule.num_micro_batches for s in simulations],
+        bubble_fraction=1 - busy / (len(simulations) * simulation.schedule.pp * step_time),
+        bubble_of_slowest=simulation.bubble_fraction,
+        bubble_by_phase=simulation.bubble_by_phase,
+        bubble_by_cause=simulation.bubble_by_cause,
+        peak_tokens_in_flight=[float(peak) for peak in peaks],
+    )
 
 
 def run_simulate(
@@ -124,7 +126,7 @@ def run_simulate(
     cost: str | None = None,
     communication: Communication | None = None,
     replica: int | None = None,
-) -> list[dict[str, Any]]:
+) -> list[SimulatedFigures]:
     """The `simulate` command: one plan, or several above one another (`--compare`).
 
     Args:
@@ -142,15 +144,16 @@ def run_simulate(
         simulate_plan(plan, title=title, cost=cost, communication=communication, replica=replica)
         for title, plan in plans
     ]
-    figures = [{"title": title} | own for (title, _), (_, own) in zip(plans, made, strict=True)]
+    figures = [own for _, own in made]
     outputs.show([timeline for timeline, _ in made])
     if outputs.as_json:
-        print(json.dumps(figures if len(figures) > 1 else figures[0]))
+        rows = [asdict(own) for own in figures]
+        print(json.dumps(rows if len(rows) > 1 else rows[0]))
         return figures
     for own in figures:
         outputs.say(_describe(own))
     if len(figures) == 2:
-        ratio = figures[0]["step_time"] / figures[1]["step_time"]
+        ratio = figures[0].step_time / figures[1].step_time
         outputs.say(f"speed-up of {plans[1][0]} over {plans[0][0]}: {ratio:.3f}x")
     return figures
 
@@ -181,21 +184,21 @@ def _shares(parts: dict[str, float]) -> str:
     return ", ".join(f"{name} {share:.1%}" for name, share in parts.items() if share >= 5e-4)
 
 
-def _describe(own: dict[str, Any]) -> str:
-    step, bound = own["step_time"], own["lower_bound_any_order"]
-    counts = own["num_micro_batches"]
+def _describe(own: SimulatedFigures) -> str:
+    step, bound = own.step_time, own.lower_bound_any_order
+    counts = own.num_micro_batches
     span = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     return "\n".join(
         [
-            f"{own['title']}",
-            f"  step       {format_time(step)} {own['unit']}, {span} micro-batches a replica, "
-            f"replica {own['slowest_replica']} is the slowest",
+            f"{own.title}",
+            f"  step       {format_time(step)} {own.unit}, {span} micro-batches a replica, "
+            f"replica {own.slowest_replica} is the slowest",
             f"  bound      {format_time(bound)} for any order of these micro-batches "
             f"({bound / step:.1%} of the step)",
-            f"  bubble     {own['bubble_fraction']:.1%}; of the slowest replica "
-            f"{own['bubble_of_slowest']:.1%}: {_shares(own['bubble_by_phase'])}",
-            f"  waits for  {_shares(own['bubble_by_cause'])}",
-            f"  in flight  {', '.join(f'{peak:g}' for peak in own['peak_tokens_in_flight'])} "
+            f"  bubble     {own.bubble_fraction:.1%}; of the slowest replica "
+            f"{own.bubble_of_slowest:.1%}: {_shares(own.bubble_by_phase)}",
+            f"  waits for  {_shares(own.bubble_by_cause)}",
+            f"  in flight  {', '.join(f'{peak:g}' for peak in own.peak_tokens_in_flight)} "
             "tokens by pp rank",
         ]
     )

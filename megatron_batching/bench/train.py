@@ -28,6 +28,7 @@ from rich.progress import (
 from rich.table import Table
 
 from megatron_batching.bench.event_log import EventLog, check_event_folder
+from megatron_batching.bench.figures import MiniBatchFigures
 from megatron_batching.bench.outputs import TIMELINE, on_rank_zero
 from megatron_batching.bench.sizes import check_memory, check_training
 from megatron_batching.bench.train_config import DataConfig, TrainConfig
@@ -87,7 +88,7 @@ def mini_batch_lengths(data: DataConfig) -> list[list[int]]:
 
 def run_training(
     config: TrainConfig, *, event_folder: Path | None = None, as_json: bool = False
-) -> list[dict[str, Any]]:
+) -> list[MiniBatchFigures]:
     """Train as the config says; rank 0 prints a row per mini-batch.
 
     Args:
@@ -119,7 +120,10 @@ def run_training(
     events = EventLog(event_folder) if event_folder is not None and is_first else None
     rows = _train(engine, config, all_lengths, console, events)
     console.print(_table(rows))
-    summary: dict[str, Any] = {"layout": asdict(config.layout), "mini_batches": rows}
+    summary: dict[str, Any] = {
+        "layout": asdict(config.layout),
+        "mini_batches": [asdict(row) for row in rows],
+    }
     if config.compare.enabled:
         from megatron_batching.bench.compare import run_comparison
 
@@ -191,7 +195,7 @@ def _train(
     all_lengths: Sequence[Sequence[int]],
     console: Console,
     events: EventLog | None,
-) -> list[dict[str, Any]]:
+) -> list[MiniBatchFigures]:
     """Run all mini-batches, with a progress bar on a terminal; returns a row for each."""
     from megatron_batching.data import synthetic_mini_batch
 
@@ -212,15 +216,14 @@ def _train(
                 lengths, vocab_size=config.model.vocab_size, seed=config.run.seed + i
             )
             plan = engine.plan(mini_batch)
-            learning_rate = engine.optimizer.param_groups[0]["lr"]
+            learning_rate = float(engine.optimizer.param_groups[0]["lr"])
             report = engine.train_batch(mini_batch, plan=plan)
-            rows.append(_row(i, mini_batch, report) | {"lr": float(learning_rate)})
-            console.print(
-                f"mini-batch {i}: loss {rows[-1]['loss']:.4f}, {rows[-1]['step_time_s']:.2f} s"
-            )
+            row = _told(i, mini_batch, report, learning_rate)
+            rows.append(row)
+            console.print(f"mini-batch {i}: loss {row.loss:.4f}, {row.step_time_s:.2f} s")
             if events is not None:
-                events.add(rows[-1])
-            progress.update(task, advance=1, description=f"loss {rows[-1]['loss']:.4f}")
+                events.add(row)
+            progress.update(task, advance=1, description=f"loss {row.loss:.4f}")
     if events is not None:
         events.close()
     return rows
@@ -238,40 +241,43 @@ def _describe(engine: PipelineEngine) -> str:
     )
 
 
-def _row(number: int, mini_batch: MiniBatch, report: StepReport) -> dict[str, Any]:
+def _told(
+    number: int, mini_batch: MiniBatch, report: StepReport, learning_rate: float
+) -> MiniBatchFigures:
     tokens = sum(mini_batch.lengths)
     assert report.grad_norm is not None
-    return {
-        "mini_batch": number,
-        "samples": len(mini_batch),
-        "tokens": tokens,
-        "micro_batches": max(r.num_micro_batches for r in report.plan.replicas),
-        "dummies": report.plan.num_dummies,
-        "loss": report.loss,
-        "grad_norm": report.grad_norm,
-        "step_time_s": report.step_time_s,
-        "tokens_per_s": tokens / report.step_time_s,
-        "bubble_fraction": report.bubble_fraction,
-        "predicted_step_time": report.plan.predicted.step_time,
-        "predicted_unit": report.plan.predicted.unit,
-    }
+    return MiniBatchFigures(
+        mini_batch=number,
+        samples=len(mini_batch),
+        tokens=tokens,
+        micro_batches=max(r.num_micro_batches for r in report.plan.replicas),
+        dummies=report.plan.num_dummies,
+        loss=report.loss,
+        grad_norm=report.grad_norm,
+        step_time_s=report.step_time_s,
+        tokens_per_s=tokens / report.step_time_s,
+        bubble_fraction=report.bubble_fraction,
+        predicted_step_time=report.plan.predicted.step_time,
+        predicted_unit=report.plan.predicted.unit,
+        lr=learning_rate,
+    )
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
+def _table(rows: Sequence[MiniBatchFigures]) -> Table:
     table = Table(title="training: loss is the token mean over each global mini-batch")
     for column in COLUMNS:
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
-            f"{row['mini_batch']}",
-            f"{row['samples']}",
-            f"{row['tokens']:,}",
-            f"{row['micro_batches']}",
-            f"{row['dummies']}",
-            f"{row['loss']:.4f}",
-            f"{row['grad_norm']:.4f}",
-            f"{row['step_time_s']:.2f}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['bubble_fraction']:.0%}",
+            f"{row.mini_batch}",
+            f"{row.samples}",
+            f"{row.tokens:,}",
+            f"{row.micro_batches}",
+            f"{row.dummies}",
+            f"{row.loss:.4f}",
+            f"{row.grad_norm:.4f}",
+            f"{row.step_time_s:.2f}",
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.bubble_fraction:.0%}",
         )
     return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -209,7 +209,12 @@ def train(
             )
         except ValueError as refused:
             error = str(refused)
-    return {"rows": rows, "out": out.getvalue(), "err": err.getvalue(), "error": error}
+    return {
+        "rows": [asdict(row) for row in rows],
+        "out": out.getvalue(),
+        "err": err.getvalue(),
+        "error": error,
+    }
 
 
 def train_nowhere(output_dir: str) -> dict[str, Any]:

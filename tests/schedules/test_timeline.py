@@ -110,10 +110,10 @@ def test_empty_timelines_are_refused() -> None:
 def test_simulated_plan_is_the_predicted_one(packing: str) -> None:
     plan = make_plan(packing=packing, align=8)
     timeline, figures = simulate_plan(plan)
-    assert figures["step_time"] == plan.predicted.step_time
-    assert figures["peak_tokens_in_flight"] == list(plan.predicted.peak_tokens_in_flight)
-    assert figures["bubble_fraction"] == pytest.approx(plan.predicted.bubble_fraction)
-    assert timeline.step_time_s == figures["step_time"]
+    assert figures.step_time == plan.predicted.step_time
+    assert figures.peak_tokens_in_flight == list(plan.predicted.peak_tokens_in_flight)
+    assert figures.bubble_fraction == pytest.approx(plan.predicted.bubble_fraction)
+    assert timeline.step_time_s == figures.step_time
     everything, _ = simulate_plan(plan, replica=-1)
     assert {event.dp_rank for event in everything.events} == {0, 1}
     with pytest.raises(ValueError, match="replica is 2, the plan has 2"):
@@ -132,9 +132,9 @@ def test_commands_compare_and_draw_again(
     assert all(len(line) <= 70 for line in printed.splitlines() if "|" in line)
     assert json.loads(trace.read_text())["traceEvents"]
     run_simulate(plans[:1], outputs=Outputs(as_json=True))
-    assert json.loads(capsys.readouterr().out)["step_time"] == figures[0]["step_time"]
+    assert json.loads(capsys.readouterr().out)["step_time"] == figures[0].step_time
     (timeline,) = run_timeline([str(saved)], outputs=Outputs(html=tmp_path / "page.html"))
-    assert timeline.step_time_s == figures[0]["step_time"]
+    assert timeline.step_time_s == figures[0].step_time
     with pytest.raises(ValueError, match="cannot be read"):
         run_timeline([str(tmp_path / "nothing.json")], outputs=Outputs())
 
