@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import ROOT
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "tests" / "README.md", *(ROOT / "docs").rglob("*.md")])
 TOUR = ROOT / "docs" / "tour.md"
 PUBLIC = ("plan", "schedules", "loss", "data", "megatron", "engine")
 

@@ -1,7 +1,7 @@
 """Op order, op grammar and legality of Megatron's pipeline schedules.
 
 Run: pytest tests/schedules/test_op_order.py
-After a wanted change of an order: python tests/schedules/test_op_order.py --write
+After a wanted change of an order: python -m tests.schedules.test_op_order --write
 """
 
 import sys
