@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -37,6 +38,11 @@ class WhatIfRow:
     shares: Sequence[int] | None = None
     """Work of each virtual stage; None means alike."""
 
+    @property
+    def step_time(self) -> float:
+        """Predicted, in the cost model's unit; infinite where nothing was planned."""
+        return math.inf if self.plan is None else self.plan.predicted.step_time
+
     def to_json(self) -> dict[str, Any]:
         """The row as plain values."""
         layout = self.layout
@@ -48,21 +54,39 @@ class WhatIfRow:
         }
         if self.plan is None:
             return row | {"problem": self.problem}
-        predicted = self.plan.predicted
-        counts = [replica.num_micro_batches for replica in self.plan.replicas]
-        peaks = predicted.peak_tokens_in_flight
-        shares = self.shares or [1] * layout.num_virtual_stages
-        of_model = [
-            peak * sum(shares[rank :: layout.pp]) / sum(shares) for rank, peak in enumerate(peaks)
-        ]
         return row | {
             "group": self.plan.group,
-            "num_micro_batches": max(counts),
-            "step_time": predicted.step_time,
-            "bubble_fraction": predicted.bubble_fraction,
-            "peak_tokens_in_flight": max(peaks),
-            "peak_model_tokens": max(of_model),
+            "num_micro_batches": _most_micro_batches(self.plan),
+            "step_time": self.step_time,
+            "bubble_fraction": self.plan.predicted.bubble_fraction,
+            "peak_tokens_in_flight": max(self.plan.predicted.peak_tokens_in_flight),
+            "peak_model_tokens": self._peak_model_tokens(self.plan),
         }
+
+    def line(self, best: float) -> str:
+        """The row as a line of the table; `best` is the step time of the fastest row."""
+        sizes = f"{self.layout.pp:>4}{self.layout.vpp:>4}{self.layout.dp:>4}"
+        if self.plan is None:
+            return f"{sizes}{'':6}{self.cap:>8}  cannot be planned"
+        predicted = self.plan.predicted
+        return (
+            f"{sizes}{self.plan.group or '-':>6}{self.cap:>8}"
+            f"{_most_micro_batches(self.plan):>5}{format_time(self.step_time):>16}"
+            f"{self.step_time / best:>8.2f}x{predicted.bubble_fraction:>8.1%}"
+            f"{max(predicted.peak_tokens_in_flight):>13,.0f}"
+            f"{self._peak_model_tokens(self.plan):>10,.0f}"
+        )
+
+    def _peak_model_tokens(self, plan: MicroBatchPlan) -> float:
+        """Most tokens that a rank holds, times its share of the model: comparable between rows."""
+        pp = self.layout.pp
+        shares = self.shares or [1] * self.layout.num_virtual_stages
+        peaks = enumerate(plan.predicted.peak_tokens_in_flight)
+        return max(peak * sum(shares[rank::pp]) / sum(shares) for rank, peak in peaks)
+
+
+def _most_micro_batches(plan: MicroBatchPlan) -> int:
+    return max(replica.num_micro_batches for replica in plan.replicas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,13 +259,14 @@ def run_what_if(rows: Sequence[WhatIfRow], *, as_json: bool = False) -> dict[str
     Raises:
         ValueError: no row could be planned.
     """
-    values = [row.to_json() for row in rows]
-    possible = [value for value in values if "step_time" in value]
-    if not possible:
+    planned = [row for row in rows if row.plan is not None]
+    if not planned:
         raise ValueError(f"no layout can be planned; the first says: {rows[0].problem}")
-    best = min(possible, key=lambda value: value["step_time"])
-    unit = next(row.plan.predicted.unit for row in rows if row.plan is not None)
-    result = {"unit": unit, "best": best, "rows": values}
+    best = min(planned, key=lambda row: row.step_time)
+    assert best.plan is not None
+    unit = best.plan.predicted.unit
+    values = [row.to_json() for row in rows]
+    result = {"unit": unit, "best": best.to_json(), "rows": values}
     if as_json:
         print(json.dumps(result))
         return result
@@ -249,18 +274,7 @@ def run_what_if(rows: Sequence[WhatIfRow], *, as_json: bool = False) -> dict[str
         f"{'pp':>4}{'vpp':>4}{'dp':>4}{'group':>6}{'cap':>8}{'M':>5}{f'step ({unit})':>16}"
         f"{'vs best':>9}{'bubble':>8}{'peak tokens':>13}{'of model':>10}"
     ]
-    for value in values:
-        line = f"{value['pp']:>4}{value['vpp']:>4}{value['dp']:>4}"
-        if "problem" in value:
-            lines.append(f"{line}{'':6}{value['max_tokens']:>8}  cannot be planned")
-            continue
-        lines.append(
-            f"{line}{value['group'] or '-':>6}{value['max_tokens']:>8}"
-            f"{value['num_micro_batches']:>5}{format_time(value['step_time']):>16}"
-            f"{value['step_time'] / best['step_time']:>8.2f}x{value['bubble_fraction']:>8.1%}"
-            f"{value['peak_tokens_in_flight']:>13,.0f}{value['peak_model_tokens']:>10,.0f}"
-            + ("  <- best" if value is best else "")
-        )
+    lines += [row.line(best.step_time) + ("  <- best" if row is best else "") for row in rows]
     lines.append(
         "M: most micro-batches of a replica. peak tokens: most that a rank holds activations of, "
         "for its\nshare of the layers; of model: times that share, comparable between rows."

@@ -17,10 +17,9 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatron_batching.bench.machine import machine
 from megatron_batching.bench.methods import without
@@ -49,12 +48,49 @@ EXCHANGED = Communication(planned_shapes=False)
 PLANNED = Communication(overlap_warmup_flush=True)
 
 
-def measure(sizes: dict[str, int], trace: str, samples: int, features: Sequence[str]) -> Any:
-    """One layout and trace.
+@dataclass(frozen=True, kw_only=True)
+class ScaleRow:
+    """One layout and trace; its fields are the keys of the JSON row.
 
-    Returns:
-        Figures of the case; `without` has the step without each of `features`, relative.
+    Attributes:
+        trace: name of the lengths.
+        pp: pipeline ranks.
+        vpp: chunks a rank.
+        dp: replicas.
+        gpus: of the layout with tp 4.
+        samples: of the global mini-batch.
+        num_micro_batches_usual: of verl's plan.
+        num_micro_batches: of the planner's replica that has most.
+        group: of the planner's plan.
+        speed_up: verl's simulated step, with the exchange of shapes, over the planner's.
+        speed_up_same_shapes: the same with planned shapes on both sides.
+        over_lower_bound: the planner's step over what no plan can beat.
+        planning_s_first: seconds of the first call.
+        planning_s: seconds of the second call.
+        usual_planning_s_all_replicas: seconds of verl's partitioner.
+        worth: feature -> the step without it, over the whole plan's.
     """
+
+    trace: str
+    pp: int
+    vpp: int
+    dp: int
+    gpus: int
+    samples: int
+    num_micro_batches_usual: int
+    num_micro_batches: int
+    group: int | None
+    speed_up: float
+    speed_up_same_shapes: float
+    over_lower_bound: float
+    planning_s_first: float
+    planning_s: float
+    usual_planning_s_all_replicas: float
+    worth: dict[str, float]
+
+
+def measure(sizes: dict[str, int], trace: str, samples: int, features: Sequence[str]) -> ScaleRow:
+    """One layout and trace, and what each of `features` is worth there."""
     layout = Layout(**sizes)
     lengths = sample_lengths(trace, samples * layout.dp, seed=layout.dp)
     options = BatchingOptions(max_tokens_per_micro_batch=TOKEN_CAPS[trace])
@@ -75,50 +111,52 @@ def measure(sizes: dict[str, int], trace: str, samples: int, features: Sequence[
         else:
             other, communication = without(feature, planned, model), PLANNED
         worth[feature] = other.step_time(model, communication) / ours
-    return {
-        "trace": f"@{trace}",
-        **sizes,
-        "gpus": TP * layout.world_size,
-        "samples": len(lengths),
-        "num_micro_batches_usual": usual.replicas[0].num_micro_batches,
-        "num_micro_batches": max(r.num_micro_batches for r in planned.replicas),
-        "group": planned.group,
-        "speed_up": usual.step_time(model, EXCHANGED) / ours,
-        "speed_up_same_shapes": usual.step_time(model, PLANNED) / ours,
-        "over_lower_bound": 1 / planned.predicted.efficiency,
-        "planning_s_first": planned.planning_seconds,
-        "planning_s": again.planning_seconds,
-        "usual_planning_s_all_replicas": usual_s,
-        "worth": worth,
-    }
+    return ScaleRow(
+        trace=f"@{trace}",
+        pp=layout.pp,
+        vpp=layout.vpp,
+        dp=layout.dp,
+        gpus=TP * layout.world_size,
+        samples=len(lengths),
+        num_micro_batches_usual=usual.replicas[0].num_micro_batches,
+        num_micro_batches=max(r.num_micro_batches for r in planned.replicas),
+        group=planned.group,
+        speed_up=usual.step_time(model, EXCHANGED) / ours,
+        speed_up_same_shapes=usual.step_time(model, PLANNED) / ours,
+        over_lower_bound=1 / planned.predicted.efficiency,
+        planning_s_first=planned.planning_seconds,
+        planning_s=again.planning_seconds,
+        usual_planning_s_all_replicas=usual_s,
+        worth=worth,
+    )
 
 
-def print_tables(rows: Sequence[dict[str, Any]]) -> None:
+def print_tables(rows: Sequence[ScaleRow]) -> None:
     """Markdown: one row a case, then what features are worth."""
-    columns = {
-        "layout": lambda r: f"pp {r['pp']} x vpp {r['vpp']} x dp {r['dp']}",
-        "GPUs (tp 4)": lambda r: f"{r['gpus']:,}",
-        "trace": lambda r: r["trace"],
-        "samples": lambda r: f"{r['samples']:,}",
-        "M, verl": lambda r: str(r["num_micro_batches_usual"]),
-        "M, planned": lambda r: str(r["num_micro_batches"]),
-        "group": lambda r: str(r["group"]),
-        "speed-up": lambda r: f"{r['speed_up']:.2f}x",
-        "with verl's shapes planned too": lambda r: f"{r['speed_up_same_shapes']:.2f}x",
-        "of bound": lambda r: f"{r['over_lower_bound']:.2f}",
-        "planning s": lambda r: f"{r['planning_s']:.2f}",
+    columns: dict[str, Callable[[ScaleRow], str]] = {
+        "layout": lambda r: f"pp {r.pp} x vpp {r.vpp} x dp {r.dp}",
+        "GPUs (tp 4)": lambda r: f"{r.gpus:,}",
+        "trace": lambda r: r.trace,
+        "samples": lambda r: f"{r.samples:,}",
+        "M, verl": lambda r: str(r.num_micro_batches_usual),
+        "M, planned": lambda r: str(r.num_micro_batches),
+        "group": lambda r: str(r.group),
+        "speed-up": lambda r: f"{r.speed_up:.2f}x",
+        "with verl's shapes planned too": lambda r: f"{r.speed_up_same_shapes:.2f}x",
+        "of bound": lambda r: f"{r.over_lower_bound:.2f}",
+        "planning s": lambda r: f"{r.planning_s:.2f}",
     }
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for row in rows:
         print("| " + " | ".join(form(row) for form in columns.values()) + " |")
-    told = [row for row in rows if row["worth"]]
+    told = [row for row in rows if row.worth]
     print("\n| layout | trace | " + " | ".join(FEATURES) + " |\n" + "|---" * 7 + "|")
     for row in told:
-        cells = [f"{row['worth'][feature]:.2f}" for feature in FEATURES]
-        print(f"| {columns['layout'](row)} | {row['trace']} | " + " | ".join(cells) + " |")
+        cells = [f"{row.worth[feature]:.2f}" for feature in FEATURES]
+        print(f"| {columns['layout'](row)} | {row.trace} | " + " | ".join(cells) + " |")
 
 
-def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> Path:
+def draw_growth(rows: Sequence[ScaleRow], path: Path) -> Path:
     """Speed-up and planning time against the number of replicas, pp 16 x vpp 4."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -128,10 +166,10 @@ def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     left, right = figure.subplots(1, 2)
     shades = (COLOURS["planned"], COLOURS["verl"], "#009e73")
     for trace, colour in zip(TOKEN_CAPS, shades, strict=True):
-        own = [r for r in rows if r["trace"] == f"@{trace}" and r["pp"] == LARGEST_LAYOUT["pp"]]
-        dps = [row["dp"] for row in own]
-        left.plot(dps, [row["speed_up"] for row in own], "o-", color=colour, label=f"@{trace}")
-        right.plot(dps, [row["planning_s"] for row in own], "o-", color=colour)
+        own = [r for r in rows if r.trace == f"@{trace}" and r.pp == LARGEST_LAYOUT["pp"]]
+        dps = [row.dp for row in own]
+        left.plot(dps, [row.speed_up for row in own], "o-", color=colour, label=f"@{trace}")
+        right.plot(dps, [row.planning_s for row in own], "o-", color=colour)
     for axis, title in (
         (left, "simulated step, verl's over planned"),
         (right, "planning time, seconds on one core"),
@@ -163,10 +201,10 @@ def main() -> None:
         for trace in TOKEN_CAPS:
             features = FEATURES if sizes == LARGEST_LAYOUT or options.quick else ()
             rows.append(measure(sizes, trace, options.samples, features))
-            print(f"{sizes}, {trace}: {rows[-1]['speed_up']:.3f}x", flush=True)
+            print(f"{sizes}, {trace}: {rows[-1].speed_up:.3f}x", flush=True)
     print_tables(rows)
     print(f"wrote {draw_growth(rows, options.output / 'scaling.png')}")
-    mean = math.exp(statistics.fmean(math.log(row["speed_up"]) for row in rows))
+    mean = math.exp(statistics.fmean(math.log(row.speed_up) for row in rows))
     peer = "verl" if has_verl() else "baseline"
     print(
         json.dumps(
@@ -175,7 +213,7 @@ def main() -> None:
                 "peer": peer,
                 "speed_up": mean,
                 "machine": machine(),
-                "rows": rows,
+                "rows": [asdict(row) for row in rows],
             }
         )
     )
