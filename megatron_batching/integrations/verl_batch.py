@@ -62,9 +62,12 @@ class RowFormat:
             elif isinstance(values[0], Tensor):
                 columns[key] = torch.stack(values)
             else:
-                columns[key] = NonTensorStack.from_list([NonTensorData(v) for v in values])
+                columns[key] = NonTensorStack.from_list([NonTensorData(data=v) for v in values])
         result = TensorDict({**columns, **self._common}, batch_size=[len(rows)])
-        return tu.assign_non_tensor(result, **common)
+        # By keyword: where another thread compiles a function, tensordict takes this thread for
+        # one that is compiled, and then no positional argument (0.10 to 0.13).
+        wrapped = {key: NonTensorData(data=value) for key, value in common.items()}
+        return tu.assign_non_tensor(result, **wrapped)
 
 
 def sequence_lengths(data: TensorDict) -> list[int]:
