@@ -65,7 +65,7 @@ class RowFormat:
                 columns[key] = NonTensorStack.from_list([NonTensorData(data=v) for v in values])
         result = TensorDict({**columns, **self._common}, batch_size=[len(rows)])
         # By keyword: where another thread compiles a function, tensordict takes this thread for
-        # one that is compiled, and then no positional argument (0.10 to 0.13).
+        # one that is compiled, and then no positional argument (0.10.0).
         wrapped = {key: NonTensorData(data=value) for key, value in common.items()}
         return tu.assign_non_tensor(result, **wrapped)
 
