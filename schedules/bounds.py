@@ -179,24 +179,10 @@ def lower_bound_any_partition(
     >>> lower_bound_any_partition(schedule, samples, StageTimes.even(schedule, [0], [0]), False)
     15.0
     """
+    if deferred and not schedule.forward_only:
+        return _deferred_bound_any_partition(schedule, samples, fixed, dummies)
     forward, backward = samples.forward, samples.backward
     base_forward, base_backward = fixed.forward, fixed.backward
-    if deferred and not schedule.forward_only:
-        without = [
-            StageTimes(forward=part.forward, backward=part.input_gradient)
-            for part in (samples, fixed)
-        ]
-        count = schedule.num_micro_batches
-        least = base_forward if dummies else base_forward + forward
-        return max(
-            lower_bound_any_partition(schedule, without[0], without[1], dummies),
-            *(
-                _head(least, rank)
-                + count * _work(schedule, base_forward, base_backward, rank)
-                + _work(schedule, forward, backward, rank)
-                for rank in range(schedule.pp)
-            ),
-        )
     if schedule.forward_only:
         backward, base_backward = np.zeros_like(backward), np.zeros_like(base_backward)
     expected = (1, schedule.num_virtual_stages)
@@ -218,6 +204,25 @@ def lower_bound_any_partition(
             + count * _work(schedule, base_forward, base_backward, rank)
             + _work(schedule, forward, backward, rank)
             + _tail(schedule, least_forward, least_backward, rank)
+            for rank in range(schedule.pp)
+        ),
+    )
+
+
+def _deferred_bound_any_partition(
+    schedule: PipelineSchedule, samples: StageTimes, fixed: StageTimes, dummies: bool
+) -> float:
+    """As above where weight gradients run apart: no trip holds them, the work of a rank does."""
+    without = [
+        StageTimes(forward=part.forward, backward=part.input_gradient) for part in (samples, fixed)
+    ]
+    least = fixed.forward if dummies else fixed.forward + samples.forward
+    return max(
+        lower_bound_any_partition(schedule, without[0], without[1], dummies),
+        *(
+            _head(least, rank)
+            + schedule.num_micro_batches * _work(schedule, fixed.forward, fixed.backward, rank)
+            + _work(schedule, samples.forward, samples.backward, rank)
             for rank in range(schedule.pp)
         ),
     )
