@@ -22,6 +22,7 @@ from megatron_batching.plan.cost import NAMED_COST_MODELS, read_cost_model
 from megatron_batching.plan.layout import check_positive
 from megatron_batching.plan.stages import SPLIT_OPTIONS, pipeline_stages, work_shares
 from megatron_batching.schedules import format_time
+from megatron_batching.schedules.files import check_choice
 
 LARGEST_PP = 16  # that is tried when none is asked for
 WHAT_IF_BUDGET = 200  # candidate plans a replica: a table wants many layouts, not the last percent
@@ -233,9 +234,8 @@ def _shares(
     layouts: Sequence[Layout], num_layers: int | None, split: Mapping[str, Any]
 ) -> dict[Layout, list[int] | None]:
     """Work of each stage, of the layouts among whose stages the layers can be split."""
-    unknown = [name for name in split if name not in SPLIT_OPTIONS]
-    if unknown:
-        raise ValueError(f"split {unknown[0]!r} is not one of {', '.join(SPLIT_OPTIONS)}")
+    for name in split:
+        check_choice("split", name, SPLIT_OPTIONS)
     if num_layers is None:
         if split:
             raise ValueError(f"split {next(iter(split))!r} needs the number of layers (num_layers)")

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_batching.plan.layout import Layout
+from megatron_batching.schedules.files import check_choice
 
 LAYOUT_OPTION = "pipeline_model_parallel_layout"
 END_OPTIONS = tuple(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
@@ -280,8 +281,7 @@ def _parts(said: str, text: Any) -> list[list[str]]:
     known = sorted(set(_LETTERS.values()) - {"|"})
     parts = [[_name(entry) for entry in stage] for stage in text]
     for name in (name for stage in parts for name in stage):
-        if name not in known:
-            raise ValueError(f"{said}: {name!r} is not one of {', '.join(known)}")
+        check_choice(f"{said}: entry", name, known)
     return parts
 
 

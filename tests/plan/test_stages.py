@@ -104,7 +104,12 @@ PP2, PP4, VPP2 = Layout(pp=2), Layout(pp=4), Layout(pp=2, vpp=2)
         (2, PP2, {LAYOUT: "E(t|t)L"}, r"'\(' is not a stage entry"),
         (2, PP2, {LAYOUT: "Et*9999999999|tL"}, "more than any model has"),
         (2, PP2, {LAYOUT: "E(t*9999|)*99999L"}, "more than any model has"),
-        (2, PP2, {LAYOUT: [["embedding", "encoder"], ["loss"]]}, "'encoder' is not one of decoder"),
+        (
+            2,
+            PP2,
+            {LAYOUT: [["embedding", "encoder"], ["loss"]]},
+            "'encoder' is unknown: choose one of decoder",
+        ),
         (2, PP2, {LAYOUT: ["embedding", "loss"]}, "must be a string such as"),
     ],
 )

@@ -169,5 +169,7 @@ def test_what_if_splits_layers_as_megatron_does() -> None:
     assert written[4, 1] > 1.2 * alike[4, 1]
     with pytest.raises(ValueError, match="the last says: num_layers_in_first_pipeline_stage=0"):
         layouts(8, num_layers_in_first_pipeline_stage=0)
-    with pytest.raises(ValueError, match="'num_layers' is not one of num_layers_in_first"):
+    with pytest.raises(
+        ValueError, match="'num_layers' is unknown: choose one of num_layers_in_first"
+    ):
         what_if(LENGTHS, LayoutChoices(gpus=4, num_layers=8, split={"num_layers": 8}), caps=[2000])
