@@ -53,7 +53,7 @@ def fill_gaps(
     Args:
         schedule: the order of forwards and backwards.
         times: [M, S] with `weight_gradient`.
-        communication: how ranks exchange tensors.
+        communication: how tensors travel between ranks.
         tokens: [M] of each micro-batch, of which every rank holds a limited number.
         limit: tokens that a rank may hold between forward and weight gradient, counted as in
             `peak_tokens_in_flight`. By default the most that any rank holds without deferral. A

@@ -99,7 +99,7 @@ def simulate_many_deferred(
         forward: [C, M, S] time of each micro-batch on each virtual stage.
         backward: [C, M, S], the gradient of the weights included.
         weight_gradient: [C, M, S], the part that may run later.
-        communication: how ranks exchange tensors.
+        communication: how tensors travel between ranks.
         tokens: [C, M]; needed with a finite bandwidth.
 
     Raises:

@@ -204,7 +204,7 @@ def simulate(
     Args:
         schedule: the op order.
         times: [M, S] forward and backward times.
-        communication: how ranks exchange tensors; free and with planned shapes when left out.
+        communication: how tensors travel between ranks; free and with planned shapes when left out.
         tokens: [M] tokens of each micro-batch; needed with a finite bandwidth.
         deferral: which weight gradients run when; without one a backward runs as one piece.
 
