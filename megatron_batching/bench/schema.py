@@ -21,6 +21,11 @@ def merge_into(cls: type[T], *parts: Any) -> T:
     Raises:
         OmegaConfBaseException: a key or a type that `cls` does not have.
         ValueError: what `cls` refuses.
+
+    >>> from megatron_batching.megatron.config import ModelConfig
+    >>> model = merge_into(ModelConfig, {"precision": "bf16", "num_layers": 2}, {"num_layers": 4})
+    >>> type(model) is ModelConfig, model.precision, model.num_layers
+    (True, 'bf16', 4)
     """
     merged = OmegaConf.merge(OmegaConf.structured(_with_text(cls)), *parts)
     return _built(cls, OmegaConf.to_object(merged))
