@@ -25,9 +25,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 
@@ -87,6 +86,64 @@ class PlanComparison:
     efficiency: float
     path_bound: bool
     planning_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityRow:
+    """Comparisons that have something in common; its fields are the columns of the table.
+
+    Attributes:
+        cases: what they have in common.
+        number: of comparisons.
+        peer_raised: of comparisons in which the other side found no micro-batches.
+        speed_up: geometric mean of the others.
+        least_speed_up: of the others.
+        efficiency: mean of those whose bound the work sets.
+        efficiency_path_bound: mean of those whose bound one sample sets.
+        path_bound: number of the latter.
+        planning_ms: median.
+    """
+
+    cases: str
+    number: int
+    peer_raised: int
+    speed_up: float | None
+    least_speed_up: float | None
+    efficiency: float | None
+    efficiency_path_bound: float | None
+    path_bound: int
+    planning_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedRow:
+    """Planning one mini-batch again and again; its fields are the columns of the table.
+
+    Attributes:
+        trace: name of the lengths.
+        samples: of the global mini-batch.
+        layout: its sizes.
+        micro_batches: of the replica that has most.
+        efficiency: of the plan.
+        first_ms: wall time of the first call.
+        median_ms: of the later calls.
+        median_cpu_ms: of the later calls, time of one core.
+        step_s: predicted step of the 7B model that verl's cost describes.
+        share_of_step: median CPU time over that step.
+        peak_mib: memory of the process so far.
+    """
+
+    trace: str
+    samples: int
+    layout: str
+    micro_batches: int
+    efficiency: float
+    first_ms: float
+    median_ms: float
+    median_cpu_ms: float
+    step_s: float
+    share_of_step: float
+    peak_mib: float
 
 
 def verl_step_time(
@@ -149,50 +206,50 @@ def mean(values: Sequence[float]) -> float | None:
     return math.exp(statistics.fmean(map(math.log, values))) if values else None
 
 
-def summarize(cases: list[PlanComparison]) -> list[dict[str, Any]]:
+def summarize(cases: list[PlanComparison]) -> list[QualityRow]:
     """Rows by dp, by pp and vpp, and by trace."""
-    groups: dict[str, list[PlanComparison]] = defaultdict(list)
+    alike: dict[str, list[PlanComparison]] = defaultdict(list)
     for case in cases:
-        groups[f"dp {case.layout.dp}"].append(case)
+        alike[f"dp {case.layout.dp}"].append(case)
     for case in cases:
         if case.layout.dp >= 8:
-            groups["dp >= 8"].append(case)
+            alike["dp >= 8"].append(case)
     for case in cases:
-        groups[f"pp {case.layout.pp} vpp {case.layout.vpp}"].append(case)
+        alike[f"pp {case.layout.pp} vpp {case.layout.vpp}"].append(case)
     for case in cases:
-        groups[case.trace].append(case)
+        alike[case.trace].append(case)
     rows = []
-    for name, held in groups.items():
+    for name, held in alike.items():
         speed_ups = [c.speed_up for c in held if c.speed_up is not None]
         rows.append(
-            {
-                "cases": name,
-                "number": len(held),
-                "peer_raised": len(held) - len(speed_ups),
-                "speed_up": mean(speed_ups),
-                "least_speed_up": min(speed_ups, default=None),
-                "efficiency": mean([c.efficiency for c in held if not c.path_bound]),
-                "efficiency_path_bound": mean([c.efficiency for c in held if c.path_bound]),
-                "path_bound": sum(c.path_bound for c in held),
-                "planning_ms": statistics.median(c.planning_s for c in held) * 1e3,
-            }
+            QualityRow(
+                cases=name,
+                number=len(held),
+                peer_raised=len(held) - len(speed_ups),
+                speed_up=mean(speed_ups),
+                least_speed_up=min(speed_ups, default=None),
+                efficiency=mean([c.efficiency for c in held if not c.path_bound]),
+                efficiency_path_bound=mean([c.efficiency for c in held if c.path_bound]),
+                path_bound=sum(c.path_bound for c in held),
+                planning_ms=statistics.median(c.planning_s for c in held) * 1e3,
+            )
         )
     return rows
 
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
+def print_rows(rows: Sequence[QualityRow | SpeedRow]) -> None:
     """A Markdown table."""
-    print("| " + " | ".join(name.replace("_", " ") for name in rows[0]) + " |")
-    print("|---" * len(rows[0]) + "|")
+    print("| " + " | ".join(name.replace("_", " ") for name in asdict(rows[0])) + " |")
+    print("|---" * len(fields(rows[0])) + "|")
     for row in rows:
         cells = (
             "-" if v is None else f"{v:.3f}" if isinstance(v, float) else str(v)
-            for v in row.values()
+            for v in asdict(row).values()
         )
         print("| " + " | ".join(cells) + " |")
 
 
-def measure_speed() -> list[dict[str, Any]]:
+def measure_speed() -> list[SpeedRow]:
     """Planning time, first call and median of the next ones, and peak memory so far.
 
     CPU time is what the machine's other work leaves unchanged. `share_of_step` sets it against the
@@ -216,35 +273,37 @@ def measure_speed() -> list[dict[str, Any]]:
             seconds.append(time.perf_counter() - started)
             cpu_seconds.append(time.process_time() - cpu_started)
         counts = [replica.num_micro_batches for replica in plans[-1].replicas]
+        planning_s = statistics.median(cpu_seconds[1:])
+        step_s = plans[-1].predicted.step_time
         rows.append(
-            {
-                "trace": name,
-                "samples": number,
-                "layout": " ".join(f"{k} {v}" for k, v in sizes.items()),
-                "micro_batches": max(counts),
-                "efficiency": plans[-1].predicted.efficiency,
-                "first_ms": seconds[0] * 1e3,
-                "median_ms": statistics.median(seconds[1:]) * 1e3,
-                "median_cpu_ms": (planning_s := statistics.median(cpu_seconds[1:])) * 1e3,
-                "step_s": (step_s := plans[-1].predicted.step_time),
-                "share_of_step": planning_s / step_s,
-                "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-            }
+            SpeedRow(
+                trace=name,
+                samples=number,
+                layout=" ".join(f"{k} {v}" for k, v in sizes.items()),
+                micro_batches=max(counts),
+                efficiency=plans[-1].predicted.efficiency,
+                first_ms=seconds[0] * 1e3,
+                median_ms=statistics.median(seconds[1:]) * 1e3,
+                median_cpu_ms=planning_s * 1e3,
+                step_s=step_s,
+                share_of_step=planning_s / step_s,
+                peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            )
         )
         print(f"{name} {number} {sizes}: done", flush=True)
     return rows
 
 
-def draw_growth(rows: list[dict[str, Any]], path: str) -> None:
+def draw_growth(rows: Sequence[SpeedRow], path: str) -> None:
     """Planning time against samples, one curve a way to grow, both axes logarithmic."""
     from matplotlib.figure import Figure
 
     curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in rows:
-        if row["trace"] == "azure_code":
-            grows_by_dp = " dp " in row["layout"]
-            name = "pp 16 vpp 4, 128 samples a replica" if grows_by_dp else row["layout"] + ", dp 1"
-            curves[name].append((row["samples"], row["median_cpu_ms"]))
+        if row.trace == "azure_code":
+            grows_by_dp = " dp " in row.layout
+            name = "pp 16 vpp 4, 128 samples a replica" if grows_by_dp else row.layout + ", dp 1"
+            curves[name].append((row.samples, row.median_cpu_ms))
     figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.add_subplot()
     for name, points in curves.items():
@@ -266,10 +325,11 @@ def main() -> None:
     parser.add_argument("--speed", action="store_true", help="measure planning time instead")
     parser.add_argument("--curve", metavar="PNG", help="with --speed: draw the growth")
     arguments = parser.parse_args()
+    rows: Sequence[QualityRow | SpeedRow]
     if arguments.speed:
-        rows = measure_speed()
+        rows = speeds = measure_speed()
         if arguments.curve:
-            draw_growth(rows, arguments.curve)
+            draw_growth(speeds, arguments.curve)
     else:
         traces: dict[str, tuple[list[int] | None, int]] = {
             n: (None, c) for n, c in TOKEN_CAPS.items()
@@ -292,7 +352,8 @@ def main() -> None:
                 "--peer baseline"
             )
     print_rows(rows)
-    print(json.dumps({"benchmark": "planning", "machine": machine(), "rows": rows}))
+    told = [asdict(row) for row in rows]
+    print(json.dumps({"benchmark": "planning", "machine": machine(), "rows": told}))
 
 
 if __name__ == "__main__":
