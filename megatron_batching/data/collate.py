@@ -85,9 +85,17 @@ class Batch:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """[samples + 1] int32: where each packed sample begins, padding included."""
-        starts = [start for _, start, _ in self.slots] or [0]
-        starts = [*starts, self.width]
-        return torch.tensor(starts, dtype=torch.int32, device=self.input_ids.device)
+        return _sent(torch.tensor(self._starts, dtype=torch.int32), self.input_ids.device)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest packed sample, padding included."""
+        return max(end - start for start, end in pairwise(self._starts))
+
+    @property
+    def _starts(self) -> list[int]:
+        """`cu_seqlens` on the host: to read it from a GPU would wait for all that is queued."""
+        return [*([start for _, start, _ in self.slots] or [0]), self.width]
 
     @property
     def _segments(self) -> Tensor:
@@ -116,7 +124,7 @@ class Batch:
         """
         if self.held is not None:
             raise ValueError("this micro-batch is a context-parallel share already; cut the whole")
-        starts = self.cu_seqlens.tolist() if self.packing == "packed" else [0, self.width]
+        starts = self._starts if self.packing == "packed" else [0, self.width]
         pieces = []
         for start, end in pairwise(starts):
             if (end - start) % (2 * cp):
@@ -124,18 +132,25 @@ class Batch:
                     f"{end - start} tokens do not divide by 2 x cp = {2 * cp}; collate with "
                     f"align={2 * cp}, or a multiple of it"
                 )
-            cut = torch.arange(start, end).chunk(2 * cp)
+            size = (end - start) // (2 * cp)
+            cut = [range(at, at + size) for at in range(start, end, size or 1)]
             pieces += [cut[cp_rank], cut[2 * cp - 1 - cp_rank]]
-        held = torch.cat(pieces).to(self.input_ids.device)
+        positions = torch.tensor([at for piece in pieces for at in piece])
+        held = _sent(positions, self.input_ids.device)
+        num_tokens = sum(
+            len(range(max(piece.start, start), min(piece.stop, start + n)))
+            for piece in pieces
+            for _, start, n in self.slots
+        )
         names = ("input_ids", "labels", "loss_mask", "position_ids")
         weights = ("loss_weights", "sequence_weights", "is_token")
-        share = replace(
+        return replace(
             self,
             **{name: getattr(self, name)[:, held] for name in (*names, *weights)},
             fields={name: values[:, held] for name, values in self.fields.items()},
             held=held,
+            num_tokens=num_tokens,
         )
-        return replace(share, num_tokens=int(share.is_token.sum()))
 
 
 def _checked_shape(
@@ -239,10 +254,14 @@ def _laid_out(
     whole = torch.full(shape, fill, dtype=dtype)
     for (row, start, _), piece in zip(slots, pieces, strict=True):
         whole[row, start : start + piece.numel()] = piece
+    return _sent(whole, device)
+
+
+def _sent(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """A host tensor on its way to the device: a copy from pinned memory is not waited for."""
     if device is not None and device.type == "cuda":
-        # A copy from pinned memory is queued, not waited for.
-        whole = whole.pin_memory()
-    return whole.to(device, non_blocking=True)
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _slots(

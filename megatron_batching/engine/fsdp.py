@@ -184,7 +184,7 @@ class FSDPEngine(Engine):
             value, row = loss_function(output)
             value.backward()
             rows.append(row)
-        metrics = loss.metrics(rows)
+        metrics, _ = loss.numbers(rows)
         return StepReport(
             plan=agreed.plan,
             loss=metrics.values()["loss"],

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from megatron_batching.engine.contract import AnyMiniBatch, Engine
 from megatron_batching.engine.costs import default_cost_model
 from megatron_batching.engine.registry import ModelType
 from megatron_batching.engine.report import StepReport, TokenOutputs
-from megatron_batching.engine.step import Collect, StepSettings, prepare_step, slowest
+from megatron_batching.engine.step import Collect, FinishedStep, StepSettings, prepare_step
 from megatron_batching.engine.step_checks import check_plan, require_mini_batch
 from megatron_batching.loss import (
     Aggregation,
@@ -58,7 +57,7 @@ from megatron_batching.megatron.optimizer import (
     training_settings,
 )
 from megatron_batching.megatron.parallel import Placement
-from megatron_batching.megatron.recorder import MessageLog
+from megatron_batching.megatron.recorder import MessageLog, clock_reading
 from megatron_batching.plan import BatchingOptions, CostModel, MicroBatchPlan, plan_mini_batch
 
 
@@ -200,18 +199,16 @@ class PipelineEngine(Engine):
 
         A step that the fp16 loss scaler skips leaves the schedule where it is.
         """
-        start = time.perf_counter()
+        start = clock_reading(on_gpu=self.placement.device.type == "cuda")
         self.optimizer_zero_grad()
-        report = self._run(mini_batch, plan, forward_only=False)
+        finished = self._run(mini_batch, plan, forward_only=False)
         grad_norm = self.optimizer_step()
         if not self.step_was_skipped:
             self.lr_scheduler_step()
-        return dataclasses.replace(
-            report,
-            grad_norm=grad_norm,
-            step_time_s=slowest(time.perf_counter() - start, self.placement.device),
-            step_was_skipped=self.step_was_skipped,
-        )
+        with self._noting_failure():
+            return finished.report(
+                grad_norm=grad_norm, step_was_skipped=self.step_was_skipped, since=start
+            )
 
     def forward_backward_batch(
         self,
@@ -230,13 +227,15 @@ class PipelineEngine(Engine):
             plan: how to cut them; by default `plan(mini_batch)`.
             planned_shapes: overrides the engine's setting for this call.
         """
-        report = self._run(
+        finished = self._run(
             mini_batch,
             plan,
             forward_only=False,
             planned_shapes=planned_shapes,
         )
-        return dataclasses.replace(report, grad_norm=gradient_norm(self.optimizer))
+        grad_norm = gradient_norm(self.optimizer)
+        with self._noting_failure():
+            return finished.report(grad_norm=grad_norm)
 
     def infer_batch(
         self, mini_batch: AnyMiniBatch, *, plan: MicroBatchPlan | None = None
@@ -345,9 +344,12 @@ class PipelineEngine(Engine):
             outputs.append(outputs_of)
             entropies.append(entropies_of or [])
 
-        plan = self._run(
+        finished = self._run(
             mini_batch, plan, forward_only=True, objective=objective, collect=collect
-        ).plan
+        )
+        plan = finished.prepared.plan
+        if self.messages is not None:
+            finished.events()
         if not self.placement.is_last_stage:
             return {}, {}
         self._join_context_parallel([*outputs, *entropies])
@@ -408,7 +410,7 @@ class PipelineEngine(Engine):
         planned_shapes: bool | None = None,
         objective: Objective | None = None,
         collect: Collect | None = None,
-    ) -> StepReport:
+    ) -> FinishedStep:
         self._require_no_failed_step()
         if self._failed_load is not None:
             raise RuntimeError(f"no step after a load that failed: {self._failed_load}")
@@ -431,9 +433,14 @@ class PipelineEngine(Engine):
             collect=collect,
         )
         adding = contextlib.nullcontext() if forward_only else self._accumulation.adding()
+        with self._noting_failure(), self.model.in_place(), adding:
+            return prepared.run()
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """What ends a step midway is in the way of further ones."""
         try:
-            with self.model.in_place(), adding:
-                return prepared.run()
+            yield
         except Exception as error:
             self._failure = error
             raise

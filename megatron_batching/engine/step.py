@@ -7,7 +7,6 @@ sent; in `PreparedStep.run` ranks wait for one another.
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_batching.data import Batch, ShardedMiniBatch, collate
@@ -30,7 +28,6 @@ from megatron_batching.loss import (
     Aggregation,
     Counts,
     LossScaling,
-    Metrics,
     Objective,
     check_regime,
 )
@@ -39,6 +36,7 @@ from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.recorder import MessageLog, StepRecorder
 from megatron_batching.megatron.world import begin_step
 from megatron_batching.plan import MicroBatchPlan
+from megatron_batching.schedules import Event
 
 Collect = Callable[[list[Tensor], list[Tensor] | None], None]
 
@@ -84,11 +82,11 @@ class PreparedStep:
     forward_only: bool
     planned_shapes: bool
 
-    def run(self) -> StepReport:
+    def run(self) -> FinishedStep:
         """Run this replica's micro-batches; gradients are in place afterwards."""
         on_gpu = self.settings.model.placement.device.type == "cuda"
         recorder = StepRecorder(on_gpu=on_gpu, messages=self.settings.messages)
-        start = time.perf_counter()
+        start = recorder.now()
         with contextlib.ExitStack() as stack:
             stack.enter_context(routers_prepared(self.settings.model))
             if self.settings.expert_shares == "mini_batch" and not self.forward_only:
@@ -99,7 +97,14 @@ class PreparedStep:
             stack.enter_context(torch.set_grad_enabled(not self.forward_only))
             origin = recorder.now()
             rows = self._run_schedule(recorder, forward_only=self.forward_only)
-        return self._report(rows, recorder, origin, time.perf_counter() - start)
+        return FinishedStep(
+            prepared=self,
+            rows=rows,
+            recorder=recorder,
+            start=start,
+            origin=origin,
+            end=recorder.now(),
+        )
 
     def _run_schedule(self, recorder: StepRecorder | None, *, forward_only: bool) -> list[Any]:
         return run_replica(
@@ -148,29 +153,70 @@ class PreparedStep:
 
         return build
 
-    def _report(
-        self, rows: list[Any], recorder: StepRecorder, origin: float, elapsed_s: float
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedStep:
+    """A step whose micro-batches have run, on a GPU perhaps only as far as the host is concerned.
+
+    Attributes:
+        prepared: what ran.
+        rows: what the loss function reported for each micro-batch, on the last stage.
+        recorder: has noted the ops.
+        start: reading of the recorder's clock before the step.
+        origin: reading before its first op.
+        end: reading after its last.
+    """
+
+    prepared: PreparedStep
+    rows: list[Any]
+    recorder: StepRecorder
+    start: Any
+    origin: Any
+    end: Any
+
+    def report(
+        self,
+        *,
+        grad_norm: float | None = None,
+        step_was_skipped: bool = False,
+        since: Any = None,
     ) -> StepReport:
-        """The numbers of the step, joined over the ranks."""
-        placement = self.settings.model.placement
-        events = recorder.events(
-            self.plan.schedule(placement.dp_rank, forward_only=self.forward_only),
-            pp_rank=placement.pp_rank,
-            dp_rank=placement.dp_rank,
-            origin=origin,
-            micro_batches=self.plan.replicas[placement.dp_rank].micro_batches,
+        """The numbers of the step, joined over the ranks; waits until a GPU is there, too.
+
+        Args:
+            grad_norm: to be reported.
+            step_was_skipped: to be reported.
+            since: reading of `clock_reading`; `step_time_s` is the time from then to now. By
+                default it is that of the schedule, with what comes right before.
+        """
+        first, last = (self.start, self.end) if since is None else (since, self.recorder.now())
+        events = self.events()
+        elapsed_s = self.recorder.seconds(first, last)
+        step, placement = self.prepared, self.prepared.settings.model.placement
+        metrics, everyone = step.loss.numbers(
+            self.rows, (events[-1].end_s, self.recorder.busy_s, elapsed_s)
         )
-        span = slowest(events[-1].end_s, placement.device)
-        busy = _reduce(recorder.busy_s, dist.ReduceOp.SUM, placement.device)
-        metrics = Metrics({}) if self.loss.collect is not None else self.loss.metrics(rows)
+        spans, busy, elapsed = zip(*everyone, strict=True)
         return StepReport(
-            plan=self.plan,
+            plan=step.plan,
             loss=metrics.values().get("loss", 0.0),
-            grad_norm=None,
-            step_time_s=slowest(elapsed_s, placement.device),
-            bubble_fraction=1.0 - busy / placement.layout.world_size / span,
+            grad_norm=grad_norm,
+            step_time_s=max(elapsed),
+            bubble_fraction=1.0 - sum(busy) / placement.layout.world_size / max(spans),
             events=tuple(events),
             metrics=metrics,
+            step_was_skipped=step_was_skipped,
+        )
+
+    def events(self) -> list[Event]:
+        """This rank's ops; closes the step in the log of messages, if there is one."""
+        step, placement = self.prepared, self.prepared.settings.model.placement
+        return self.recorder.events(
+            step.plan.schedule(placement.dp_rank, forward_only=step.forward_only),
+            pp_rank=placement.pp_rank,
+            dp_rank=placement.dp_rank,
+            origin=self.origin,
+            micro_batches=step.plan.replicas[placement.dp_rank].micro_batches,
         )
 
 
@@ -219,11 +265,6 @@ def prepare_step(
     )
 
 
-def slowest(seconds: float, device: torch.device) -> float:
-    """The largest of all ranks' values."""
-    return _reduce(seconds, dist.ReduceOp.MAX, device)
-
-
 def _step_loss(
     settings: StepSettings,
     mini_batch: AnyMiniBatch,
@@ -258,9 +299,3 @@ def _step_loss(
         mtp_tokens=mini_batch.num_mtp_tokens,
         collect=collect,
     )
-
-
-def _reduce(value: float, op: Any, device: torch.device) -> float:
-    tensor = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=op)
-    return tensor.item()

@@ -10,7 +10,7 @@ Shape legend: b rows, s width of a row on this rank, v vocabulary entries on thi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,11 +31,16 @@ from megatron_batching.loss import (
     TokenLogProbs,
     token_log_probs,
 )
-from megatron_batching.loss.metrics import MetricKind, finish, join_rows, micro_batch_row
+from megatron_batching.loss.metrics import (
+    MetricKind,
+    finish,
+    join_ranks,
+    join_rows,
+    micro_batch_row,
+)
 from megatron_batching.megatron import auxiliary
 from megatron_batching.megatron.model import (
     PipelineModel,
-    data_parallel_group,
     keeps_dtype_on_request,
     unwrap,
 )
@@ -89,7 +94,7 @@ class StepLoss:
         if not self.model.uses_transformer_engine:
             arguments["attention_mask"] = batch.attention_mask
         elif batch.packing == "packed":
-            arguments["packed_seq_params"] = _packed_parameters(batch)
+            arguments["packed_seq_params"] = packed_parameters(batch)
         if config.num_moe_experts is not None:
             arguments["padding_mask"] = self._held(self._padding_mask(batch), chunk)
         mtp_tokens = 0.0
@@ -105,23 +110,32 @@ class StepLoss:
             self._scale_auxiliary_losses(output, batch, mtp_tokens)
         return output, partial(self._loss, batch)
 
-    def metrics(self, rows: list[Tensor]) -> Metrics:
-        """Metrics of the global mini-batch, on every rank, from the last stages' rows."""
-        device = self.model.placement.device
-        row = join_rows(self.kinds, rows, device)
-        is_extreme = torch.tensor([k in ("min", "max") for k in self.kinds.values()], device=device)
-        group = data_parallel_group()
-        sums, maxima = row.masked_fill(is_extreme, 0.0), row
-        torch.distributed.all_reduce(sums, group=group)
-        if is_extreme.any():
-            torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX, group=group)
-        row = torch.where(is_extreme, maxima, sums)
-        torch.distributed.broadcast(
-            row,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
-        return finish(self.kinds, row, counts=self.counts, aggregation=self.aggregation)
+    def numbers(
+        self, rows: list[Tensor], own: Sequence[float] = ()
+    ) -> tuple[Metrics, list[list[float]]]:
+        """Metrics of the global mini-batch, and the `own` numbers of all ranks in rank order.
+
+        All that ranks have to tell one another after a step goes through one gather, on every rank
+        of the world together: each reduction by itself would cost its latency, and on a GPU make
+        the host wait once more.
+
+        Args:
+            rows: of this rank's micro-batches, on the last stage; those of other tensor-parallel
+                ranks than the first are the same and left out.
+            own: as many on every rank.
+        """
+        placement = self.model.placement
+        kinds = {} if self.collect is not None else self.kinds
+        if not (placement.is_last_stage and placement.tp_rank == 0):
+            rows = []
+        row = join_rows(kinds, rows if kinds else [], placement.device)
+        mine = torch.cat([torch.tensor(own, dtype=row.dtype, device=row.device), row])
+        whole = mine.new_empty(torch.distributed.get_world_size() * len(mine))
+        torch.distributed.all_gather_into_tensor(whole, mine)
+        everyone = whole.view(-1, len(mine)).tolist()
+        joined = join_ranks(kinds, [numbers[len(own) :] for numbers in everyone])
+        metrics = finish(kinds, joined, counts=self.counts, aggregation=self.aggregation)
+        return metrics, [numbers[: len(own)] for numbers in everyone]
 
     @property
     def _starts_from_logits(self) -> bool:
@@ -234,12 +248,12 @@ def _pieces(batch: Batch, values: Tensor) -> list[Tensor]:
     return [torch.cat([x.new_zeros(1), x[:-1]]) for x in pieces]
 
 
-def _packed_parameters(batch: Batch) -> PackedSeqParams:
-    longest = int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
+def packed_parameters(batch: Batch) -> PackedSeqParams:
+    """What Transformer Engine needs to know of packed rows, without a look at the device."""
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
     )

@@ -134,20 +134,40 @@ def join_rows(
 ) -> Tensor:
     """The rows of several micro-batches as one, [k]; of none, the row that changes nothing.
 
+    On a GPU nothing is copied there or read back, so that the host does not wait.
+
     >>> kinds = {"tokens": "sum", "ratio": "max"}
     >>> join_rows(kinds, [torch.tensor([1.0, 5.0]), torch.tensor([2.0, 4.0])]).tolist()
     [3.0, 5.0]
     """
-    is_extreme = torch.tensor([k in _EXTREMES for k in kinds.values()], device=device)
     if not rows:
-        neutral = torch.zeros(len(kinds), dtype=torch.float64, device=device)
-        return torch.where(is_extreme, -torch.inf, neutral)
+        row = torch.zeros(len(kinds), dtype=torch.float64, device=device)
+        for i, kind in enumerate(kinds.values()):
+            row[i] = _neutral(kind)
+        return row
     stacked = torch.stack(list(rows))
-    return torch.where(is_extreme, stacked.amax(0), stacked.sum(0))
+    sums, maxima = stacked.sum(0), stacked.amax(0)
+    return torch.stack(
+        [maxima[i] if kind in _EXTREMES else sums[i] for i, kind in enumerate(kinds.values())]
+    )
+
+
+def join_ranks(kinds: Mapping[str, MetricKind], rows: Sequence[Sequence[float]]) -> list[float]:
+    """The rows of several ranks as one: [k] numbers on the host."""
+    columns = zip(kinds.values(), zip(*rows, strict=True), strict=True)
+    return [max(x) if kind in _EXTREMES else sum(x) for kind, x in columns]
+
+
+def _neutral(kind: MetricKind) -> float:
+    return -float("inf") if kind in _EXTREMES else 0.0
 
 
 def finish(
-    kinds: Mapping[str, MetricKind], row: Tensor, *, counts: Counts, aggregation: Aggregation
+    kinds: Mapping[str, MetricKind],
+    row: Sequence[float],
+    *,
+    counts: Counts,
+    aggregation: Aggregation,
 ) -> Metrics:
     """Metrics of a mini-batch from the row of all its micro-batches on all ranks."""
     denominators = {
@@ -157,7 +177,7 @@ def finish(
         "sequence-mean": float(counts.num_sequences),
     }
     totals = {}
-    for (name, kind), x in zip(kinds.items(), row.tolist(), strict=True):
+    for (name, kind), x in zip(kinds.items(), row, strict=True):
         if kind in _EXTREMES:
             total = Total(how=kind, total=-x if kind == "min" else x, weight=counts.num_tokens)
         elif (denominator := denominators[kind]) is None:

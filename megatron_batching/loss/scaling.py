@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -83,7 +84,8 @@ class LossScaling:
         """
         if not self.per_token:
             return self.value(share), report
-        tokens = torch.tensor(held_tokens, dtype=torch.int, device=share.device)
+        # Filled on the device: a copy would make the host wait for a GPU.
+        tokens = torch.full((), held_tokens, dtype=torch.int, device=share.device)
         return self.value(share), tokens, report
 
     def auxiliary(self, weight: float) -> float:
@@ -93,7 +95,7 @@ class LossScaling:
         """
         return weight * (self._divisor if self.per_token else self.dp * self.cp)
 
-    @property
+    @cached_property
     def _divisor(self) -> float:
         """T as `finalize_model_grads` divides by it: 1 / (1 / T), the inner one in fp32."""
         return 1.0 / (1.0 / torch.tensor(self.num_tokens, dtype=torch.int)).item()

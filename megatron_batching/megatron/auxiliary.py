@@ -110,8 +110,9 @@ def _apply_z_loss(router: TopKRouter, logits: Tensor, padding_mask: Tensor | Non
     coefficient = config.moe_z_loss_coeff
     if coefficient is None or not torch.is_grad_enabled():
         return logits
-    held = logits.new_tensor(len(logits)) if padding_mask is None else (~padding_mask).sum()
-    held = held.float()
+    held = logits.new_full((), len(logits), dtype=torch.float32)
+    if padding_mask is not None:
+        held = (~padding_mask).sum().float()
     total = held.clone()
     torch.distributed.all_reduce(total, group=router.tp_cp_group)
     try:

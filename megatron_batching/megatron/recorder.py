@@ -87,17 +87,14 @@ class StepRecorder:
 
     def now(self) -> Any:
         """A reading of the recording clock, for `seconds`."""
-        if not self._on_gpu:
-            return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return clock_reading(on_gpu=self._on_gpu)
 
     def seconds(self, start: Any, end: Any) -> float:
         """Time between two readings; on a GPU waits until the later one has come."""
         if not self._on_gpu:
             return end - start
-        end.synchronize()
+        if not end.query():
+            end.synchronize()
         return start.elapsed_time(end) / 1_000
 
     def host_time(self, reading: Any) -> float:
@@ -151,6 +148,15 @@ class StepRecorder:
         if self._messages is not None:
             self._messages.close_step(self, schedule, pp_rank, origin)
         return events
+
+
+def clock_reading(*, on_gpu: bool) -> Any:
+    """A reading of the host's clock, or of the current CUDA stream's, which nobody waits for."""
+    if not on_gpu:
+        return time.monotonic()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class _Reading(NamedTuple):

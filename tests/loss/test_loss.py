@@ -113,7 +113,9 @@ def test_shares_add_up_to_the_loss_however_it_is_cut(
                 )
             )
     assert tokens == sum(len(s) for s in samples)
-    metrics = finish(kinds, join_rows(kinds, rows), counts=counts, aggregation=aggregation(mode))
+    metrics = finish(
+        kinds, join_rows(kinds, rows).tolist(), counts=counts, aggregation=aggregation(mode)
+    )
     reported = metrics.values()
     if counts.num_sequences == 0:
         assert total == 0
@@ -158,7 +160,7 @@ def test_metrics_of_an_epoch_are_those_of_its_mini_batches_together(mode: Aggreg
             sequence_weights=batch.sequence_weights,
             loss_weights=batch.loss_weights,
         )
-        return finish(kinds, row, counts=counts, aggregation=aggregation(mode))
+        return finish(kinds, row.tolist(), counts=counts, aggregation=aggregation(mode))
 
     joined = metrics(parts[0]) + metrics(parts[1])
     assert joined.values() == pytest.approx(metrics(drawn).values(), rel=1e-9)

@@ -53,12 +53,8 @@ MUTANTS = {
     "cp of auxiliary losses": (SCALING, "else self.dp * self.cp)", "else self.dp)"),
     "dp of auxiliary losses": (SCALING, "else self.dp * self.cp)", "else self.cp)"),
     "token count": (SCALING, "torch.tensor(self.num_tokens,", "torch.tensor(self.num_tokens + 1,"),
-    "reported tokens": (SCALING, "torch.tensor(held_tokens,", "torch.tensor(held_tokens + 1,"),
-    "dp group of metrics": (
-        STEP,
-        "group = data_parallel_group()",
-        "group = parallel_state.get_data_parallel_group()",
-    ),
+    "reported tokens": (SCALING, "torch.full((), held_tokens,", "torch.full((), held_tokens + 1,"),
+    "ranks of metrics": (STEP, "and placement.tp_rank == 0", "and placement.dp_rank == 0"),
     "masked sequences counted": (
         AGGREGATION,
         "return sum(n > 0 for n in self.tokens_per_sequence)",
