@@ -224,7 +224,7 @@ def _record(
 
     from megatron_batching.bench.gather import clock_offset, gather
 
-    offset = clock_offset(compute.device)
+    offset = clock_offset()
     recordings, after, steps = [], [], []
     for repeat in range(repeats + 1):
         dist.barrier()

@@ -138,11 +138,6 @@ class GptCompute:
             )
         self.planning_model = self.cost_model
 
-    @property
-    def device(self) -> torch.device:
-        """Where the GPT lies."""
-        return self._engine.placement.device
-
     def warm_up(self, method: Method) -> float:
         """Run once and tell the most bytes of tensors that were alive at once on this rank."""
         if self._engine.placement.device.type == "cuda":

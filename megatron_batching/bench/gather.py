@@ -1,9 +1,10 @@
 """Everybody's step on one clock.
 
 Ranks of one host share `time.monotonic`. With several hosts, rank 0's clock is compared with
-everyone's by messages there and back, as NTP does, the fastest of a few counting. The alternative,
-taking the end of a barrier as second 0, is off by as much as a barrier lets ranks go at different
-times.
+everyone's by messages there and back, as NTP does, the fastest of a few counting. They go between
+the hosts, through a gloo group: NCCL's calls return when a message is queued, so that clocks would
+be read long before it arrives. The alternative, taking the end of a barrier as second 0, is off by
+as much as a barrier lets ranks go at different times.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron_batching.schedules import Event, Timeline
 PING_ROUNDS = 20
 
 
-def clock_offset(device: torch.device) -> float:
+def clock_offset() -> float:
     """Seconds to add to this host's `time.monotonic` to get rank 0's; all ranks together.
 
     Exact on one host. Between hosts the error is at most half of the fastest time there and back.
@@ -33,18 +34,27 @@ def clock_offset(device: torch.device) -> float:
     dist.all_gather_object(hosts, socket.gethostname())
     if len(set(hosts)) == 1:
         return 0.0
+    group = dist.new_group(backend="gloo")
+    try:
+        return _offset(group)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _offset(group: dist.ProcessGroup) -> float:
+    """Pings between rank 0 and each other rank, one after another."""
     rank, best = dist.get_rank(), (float("inf"), 0.0)
-    clock = torch.zeros(1, dtype=torch.float64, device=device)
+    clock = torch.zeros(1, dtype=torch.float64)
     for peer in range(1, dist.get_world_size()):
         for _ in range(PING_ROUNDS):
             if rank == 0:
-                dist.recv(clock, src=peer)
+                dist.recv(clock, src=peer, group=group)
                 clock.fill_(time.monotonic())
-                dist.send(clock, dst=peer)
+                dist.send(clock, dst=peer, group=group)
             elif rank == peer:
                 sent = time.monotonic()
-                dist.send(clock, dst=0)
-                dist.recv(clock, src=0)
+                dist.send(clock, dst=0, group=group)
+                dist.recv(clock, src=0, group=group)
                 theirs, back = clock.item(), time.monotonic()
                 best = min(best, (back - sent, theirs - (sent + back) / 2))
     return best[1]

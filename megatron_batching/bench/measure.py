@@ -102,7 +102,7 @@ def measure(
             longest = [trace.max_tokens for trace in config.traces]
             check_memory(config.model, layout, longest, placement.device)
         engine = None if config.compute == "paced" else build_engine(config, placement)
-        offset = clock_offset(placement.device)
+        offset = clock_offset()
         for trace in config.traces:
             lengths = trace_lengths(config, trace, layout)[0]
             compute = (

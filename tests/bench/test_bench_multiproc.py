@@ -20,7 +20,7 @@ from megatron_batching.bench.recording import Recording
 from megatron_batching.bench.settings import METHODS
 from megatron_batching.plan import Layout, load_cost_model
 from megatron_batching.plan.cost_quality import cost_warning
-from tests.bench import bench_cases
+from tests.bench import bench_cases, clock_cases
 from tests.bench.bench_cases import TOLD
 from tests.support.process_pool import Pools
 
@@ -173,6 +173,12 @@ def read_events(folder: Path) -> dict[str, list[float]]:
     found = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     assert all([event.step for event in of_tag] == [0, 1] for of_tag in found.values())
     return {tag: [event.value for event in of_tag] for tag, of_tag in found.items()}
+
+
+def test_clocks_of_two_hosts_are_read_when_messages_arrive(pools: Pools) -> None:
+    own, other = pools[2].run(clock_cases.offset_between_hosts)
+    assert own == 0.0
+    assert other == pytest.approx(-clock_cases.AHEAD_S, abs=1.0)
 
 
 @pytest.mark.parametrize("on_terminal", [False, True])
