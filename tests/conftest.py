@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.process_pool import Pools
+
+# Tests run on the CPU, their processes as well: they would otherwise refuse to leave a GPU idle.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 # How long an example takes is no property of the code: machines that run these tests are shared.
 settings.register_profile(

@@ -26,8 +26,9 @@ _ALIGN_BYTES = 16  # bytes; so that any dtype may be read where its tensor begin
 def all_to_all(messages: Sequence[Any], group: dist.ProcessGroup | None) -> list[Any]:
     """Send message r to rank r of the group; returns what each rank sent to this one.
 
-    Tensors arrive on the CPU, whatever they lay on; this rank's message to itself is returned as
-    it is. A group of None or of one rank communicates nothing.
+    Tensors arrive on the kind of device that they lay on, a GPU's on the current GPU, so that they
+    may be joined with this rank's message to itself, which is returned as it is. A group of None or
+    of one rank communicates nothing.
 
     Args:
         messages: one for each rank of the group.
@@ -78,7 +79,7 @@ def dumps(message: Any) -> bytes:
 
 
 def loads(data: Tensor) -> Any:
-    """The message in a [bytes] uint8 tensor; its tensors are views of that memory."""
+    """The message in a [bytes] uint8 tensor; tensors that lay on the CPU are views of it."""
     size = int.from_bytes(data[:8].numpy().tobytes(), "little")
     return _Unpickler(data, start=8 + size).load()
 
@@ -90,11 +91,11 @@ class _Pickler(pickle.Pickler):
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
 
-    def persistent_id(self, obj: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    def persistent_id(self, obj: Any) -> tuple[torch.dtype, tuple[int, ...], str] | None:
         if type(obj) is not Tensor or obj.layout != torch.strided:
             return None
         self.tensors.append(obj.detach().cpu().contiguous())
-        return obj.dtype, tuple(obj.shape)
+        return obj.dtype, tuple(obj.shape), obj.device.type
 
     def reducer_override(self, obj: Any) -> Any:
         # Of no type in particular: torch's class of jagged tensors is not public, and neither is
@@ -112,12 +113,12 @@ class _Unpickler(pickle.Unpickler):
         self._data = data
         self._at = -(-start // _ALIGN_BYTES) * _ALIGN_BYTES
 
-    def persistent_load(self, pid: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
-        dtype, shape = pid
+    def persistent_load(self, pid: tuple[torch.dtype, tuple[int, ...], str]) -> Tensor:
+        dtype, shape, device = pid
         size = torch.Size(shape).numel() * dtype.itemsize
         piece = self._data[self._at : self._at + size]
         self._at += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
-        return piece.view(dtype).view(shape)
+        return piece.view(dtype).view(shape).to(device)
 
 
 def _jagged(values: Tensor, offsets: Tensor, ragged_idx: int) -> Tensor:

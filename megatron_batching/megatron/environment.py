@@ -24,6 +24,7 @@ class LaunchEnvironment:
         rank: this process's number, from 0.
         world_size: number of processes.
         local_rank: its number on its machine, None where nobody said.
+        local_world_size: number of processes on its machine, None where nobody said.
         address: machine and port of the store; None for a single process that needs none.
         agent_hosts_store: torchrun's agent serves the store, so that no rank has to.
     """
@@ -31,6 +32,7 @@ class LaunchEnvironment:
     rank: int
     world_size: int
     local_rank: int | None
+    local_world_size: int | None
     address: tuple[str, int] | None
     agent_hosts_store: bool
     attempt: str
@@ -70,6 +72,7 @@ single one
             rank=rank,
             world_size=world_size,
             local_rank=_number(given, "LOCAL_RANK", 0),
+            local_world_size=_number(given, "LOCAL_WORLD_SIZE", 1),
             address=None if port is None else (host or "127.0.0.1", port),
             agent_hosts_store=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=given.get("TORCHELASTIC_RESTART_COUNT", "0"),

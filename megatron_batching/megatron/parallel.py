@@ -6,6 +6,7 @@ process group exists, so that all ranks raise the same error and none is left wa
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import get_args
 
@@ -183,13 +184,26 @@ def _choose_device(
             "tells each process of a machine which GPU is its own; start with torchrun, or set it"
         )
     local_rank = local_rank or 0
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"LOCAL_RANK={local_rank}, but this machine has {torch.cuda.device_count()} GPU(s); "
-            "start as many processes on each machine as it has GPUs"
-        )
+    _check_gpus(local_rank, environment.local_world_size)
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def _check_gpus(local_rank: int, local_world_size: int | None) -> None:
+    """Raise ValueError unless each process of this machine has a GPU of its own.
+
+    All processes of the machine find it alike where all see all GPUs; where somebody gives each
+    process GPUs of its own, only their own numbers are looked at.
+    """
+    num_gpus = torch.cuda.device_count()
+    all_see_all = "CUDA_VISIBLE_DEVICES" not in os.environ
+    needed = max(local_rank + 1, (local_world_size or 1) if all_see_all else 1)
+    if needed > num_gpus:
+        raise ValueError(
+            f"{needed} processes on this machine, which has {num_gpus} GPU(s) (LOCAL_RANK="
+            f"{local_rank}): start as many processes as GPUs, in a layout for as many, or set "
+            "device=cpu with allow_cpu_with_gpu=true to leave the GPUs idle"
+        )
 
 
 def _device_of_others() -> torch.device:

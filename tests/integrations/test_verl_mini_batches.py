@@ -7,18 +7,22 @@ Command: pytest tests/integrations/test_verl_mini_batches.py
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 
 pytest.importorskip("verl", reason="needs pip install megatron-batching[verl]")
 
-from typing import Any
 
 from verl.single_controller.base.decorator import _split_args_kwargs_data_proto
 from verl.utils import tensordict_utils as tu
 
 from megatron_batching.data import MiniBatchOptions, windows
+from megatron_batching.data.all_to_all import _Pickler, dumps, loads
 from megatron_batching.data.windows import deal_out
+from megatron_batching.integrations.verl_batch import join_outputs
 
 LENGTHS = [9, 1, 8, 2, 7, 3, 6, 4, 30, 2, 5, 5, 1, 28, 3, 40]
 
@@ -61,3 +65,20 @@ def test_balanced_windows_keep_their_rows_and_are_even_after_verl_dealt_them_out
         tokens = [sum(LENGTHS[row] for row in shard) for shard in shards]
         longest = max(LENGTHS[row] for shard in shards for row in shard)
         assert abs(tokens[0] - tokens[1]) < longest
+
+
+def test_outputs_from_other_replicas_are_joined_on_the_device_of_ones_own() -> None:
+    """A device without data stands for a GPU; what was sent from there arrives there."""
+
+    def on_meta(pickler: Any, obj: Any) -> Any:
+        found = of_tensor(pickler, obj)
+        return found and (*found[:2], "meta")
+
+    of_tensor = _Pickler.persistent_id
+    with mock.patch.object(_Pickler, "persistent_id", on_meta):
+        data = dumps({"log_probs": torch.arange(3.0)})
+    received = loads(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    own = {"log_probs": torch.zeros(2, device="meta")}
+    joined = join_outputs([own, received])["log_probs"]
+    assert joined.device.type == "meta"
+    assert joined.size(0) == 2

@@ -5,6 +5,8 @@ Command: pytest tests/megatron/test_environment.py
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from megatron_batching.megatron.environment import LaunchEnvironment
@@ -70,3 +72,45 @@ def test_a_limit_that_is_none(timeout_s: float) -> None:
 
     with pytest.raises(ValueError, match=r"timeout_s=.* above 0"):
         initialize(Layout(), device="cpu", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "local_rank", "local_world_size", "visible", "is_refused"),
+    [
+        (1, 0, 4, None, True),  # each of the four says so, not the last three alone
+        (1, 3, 4, None, True),
+        (4, 3, 4, None, False),
+        (1, 0, 4, "2", False),  # somebody gave this process a GPU of its own
+        (1, 1, None, None, True),
+        (1, 0, None, None, False),
+    ],
+)
+def test_processes_without_a_gpu_of_their_own_say_how_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    local_rank: int,
+    local_world_size: int | None,
+    visible: str | None,
+    is_refused: bool,
+) -> None:
+    from megatron_batching.megatron import parallel
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if not is_refused:
+        parallel._check_gpus(local_rank, local_world_size)
+        return
+    needed = local_world_size or local_rank + 1
+    words = f"^{needed} processes on this machine, which has {gpus} GPU"
+    with pytest.raises(ValueError, match=words) as error:
+        parallel._check_gpus(local_rank, local_world_size)
+    assert "\n" not in str(error.value)
+
+
+def test_tests_see_no_gpu() -> None:
+    import torch
+
+    assert not torch.cuda.is_available()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
