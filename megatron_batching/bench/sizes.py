@@ -62,7 +62,7 @@ def check_memory(
         lengths: tokens of the samples of one mini-batch, which every rank makes.
         device: of this rank.
     """
-    weights = least_weights(model, layout) * BYTES_A_WEIGHT[model.precision]
+    weights = least_weights(model, layout) * BYTES_A_WEIGHT[model.precision_on(device.type)]
     logits = 4 * max(lengths) * model.vocab_size // (layout.tp * layout.cp)
     needed = max(weights, logits) + BYTES_A_TOKEN * sum(lengths)
     there = _memory(device)

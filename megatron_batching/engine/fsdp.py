@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_batching.data import Batch, ShardedMiniBatch, collate
@@ -78,7 +78,7 @@ class FSDPEngine(Engine):
         model_type: "language_model" or "value_model".
 
     Raises:
-        ValueError: the layout has more than replicas.
+        ValueError: the layout has more than replicas, or the model is in fp16.
     """
 
     def __init__(
@@ -101,6 +101,11 @@ class FSDPEngine(Engine):
                 f"the FSDP engine shards over replicas only, but the layout is "
                 f"{layout.describe()}; use dp alone, or the megatron backend"
             )
+        if model.precision == "fp16":
+            raise ValueError(
+                "model.precision=fp16: the FSDP engine has no loss scale, which fp16 needs; use "
+                "bf16, or the megatron backend"
+            )
         if cost_model is not None:
             cost_model.check_layout(layout)
         self.placement = placement
@@ -121,13 +126,23 @@ class FSDPEngine(Engine):
             seed=self._seed,
             value_head=self._model_type == "value_model",
         )
-        gpt = built.chunks[0].module
+        gpt: Any = built.gpts[0]
         mesh = init_device_mesh(self.placement.device.type, (self.placement.layout.dp,))
+        policy = MixedPrecisionPolicy()
+        if built.config.bf16:
+            # Weights are fp32 between steps. Inputs stay as they are, of which rotary angles need
+            # their precision; activations are in bf16, as the embedding is.
+            gpt.float()
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,
+            )
         for layer in gpt.decoder.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(gpt, mesh=mesh)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(gpt, mesh=mesh, mp_policy=policy)
         self._group = mesh.get_group()
-        self.module: Any = gpt
+        self.module = gpt
         self.model = PipelineModel(
             config=built.config,
             chunks=[gpt],

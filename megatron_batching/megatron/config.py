@@ -20,6 +20,7 @@ from megatron_batching.schedules.files import check_choice, check_field_types
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["fp32", "bf16", "fp16"]
+ModelPrecision = Literal["auto", "fp32", "bf16", "fp16"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 ROTARY_OPTIONS = (
@@ -46,8 +47,10 @@ class ModelConfig:
     """Tokens in the vocabulary."""
     max_sequence_length: int = 65_536
     """Longest sequence, in tokens; bounds learned position embeddings."""
-    precision: Precision = "fp32"
-    """fp32, bf16 or fp16: the dtype of weights and pipeline tensors."""
+    precision: ModelPrecision = "auto"
+    """fp32, bf16 or fp16: the dtype of weights and pipeline tensors; auto is bf16 on a GPU and
+    fp32 on the CPU. In fp32 layers are Megatron's local ones on a GPU, too: Transformer Engine has
+    no attention for packed rows in fp32 (up to 2.10), or a quadratic one."""
     position_embedding: PositionEmbedding = "rope"
     """rope, learned_absolute or none."""
     rotary_base: float = 10_000.0
@@ -74,7 +77,7 @@ class ModelConfig:
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
         for name in (*sizes, "max_sequence_length"):
             check_positive(f"model.{name}", getattr(self, name))
-        check_choice("model.precision", self.precision, get_args(Precision))
+        check_choice("model.precision", self.precision, get_args(ModelPrecision))
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"model.hidden_size={self.hidden_size} does not divide by "
@@ -95,6 +98,16 @@ class ModelConfig:
                 f"model.rope_scaling_factor={self.rope_scaling_factor} has no effect without "
                 "model.rope_scaling; set that to true"
             )
+
+    def precision_on(self, device_type: str) -> Precision:
+        """The precision of a model that is built on such a device.
+
+        >>> ModelConfig().precision_on("cuda"), ModelConfig().precision_on("cpu")
+        ('bf16', 'fp32')
+        """
+        if self.precision == "auto":
+            return "bf16" if device_type == "cuda" else "fp32"
+        return self.precision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
@@ -212,6 +213,7 @@ def build_model(
         ValueError: the model cannot be split like that.
     """
     layout = placement.layout
+    model = replace(model, precision=model.precision_on(placement.device.type))
     check_buildable(model, layout)
     if value_head and model.tie_embeddings:
         raise ValueError(
@@ -221,6 +223,7 @@ def build_model(
         placement.device.type == "cuda"
         and has_transformer_engine()
         and model.transformer.get("transformer_impl") != "local"
+        and model.precision != "fp32"
     )
     config = _transformer_config(model, placement, use_te=use_te)
     ddp = ddp or DistributedDataParallelConfig(
@@ -337,6 +340,7 @@ def _transformer_config(
         settings.update(masked_softmax_fusion=False, bias_dropout_fusion=False)
         settings.update(gradient_accumulation_fusion=False)
     options = from_names(model.transformer)
+    settings["apply_rope_fusion"] = use_te and _can_fuse_rotary(model, options)
     if model.precision == "fp32" and options.get("params_dtype") == torch.float64:
         settings.update(params_dtype=torch.float64, pipeline_dtype=torch.float64)
     if options.get("fp32_residual_connection"):
@@ -358,6 +362,21 @@ def _transformer_config(
         return config_class(options)(**{**settings, **options})
     except (AssertionError, ValueError) as error:
         raise ValueError(f"Megatron-Core refuses model.transformer={options}: {error}") from error
+
+
+def _can_fuse_rotary(model: ModelConfig, options: Mapping[str, Any]) -> bool:
+    """Whether Transformer Engine's kernel may turn queries and keys.
+
+    Megatron's own code for packed rows (0.16.1, 0.19.2) reads where samples begin from the device,
+    several times a layer. The kernel for packed rows is not told of interleaved pairs; multi-latent
+    and sparse attention turn by code of their own.
+    """
+    others = ("multi_latent_attention", "rotary_interleaved", "experimental_attention_variant")
+    return (
+        model.position_embedding == "rope"
+        and not any(options.get(name) for name in others)
+        and rope_utils.fused_apply_rotary_pos_emb_thd is not None
+    )
 
 
 def _move_rotary_settings(model: ModelConfig, settings: dict[str, Any]) -> None:

@@ -61,6 +61,11 @@ SINGLE = BatchingOptions(micro_batch_size=1, align=16, packing="padded")
 NO_CLIP = OptimizerSettings(lr=1e-3, clip_grad=0.0)
 FP16 = replace(NO_CLIP, megatron={"initial_loss_scale": 1024.0})
 SHARDED = {"use_distributed_optimizer": True}
+# Transformer Engine's linear layers hold the norm before them; the fp32 reference has local layers.
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
 LAYOUTS: dict[str, dict[str, int]] = {
     "data parallel": {},
     "pp2": {"pp": 2},
@@ -184,6 +189,8 @@ def gradients(engine: PipelineEngine, mini_batch: MiniBatch) -> Gradients:
     report = engine.forward_backward_batch(mini_batch)
     found: Gradients = {"loss": (torch.tensor(report.loss), None)}
     for name, parameter in engine.model.named_parameters():
+        for fused, own in FUSED_NORMS.items():
+            name = name.replace(fused, own)
         found[name] = parameter.main_grad.clone(), parameter
     return found
 

@@ -16,7 +16,7 @@ from megatron_batching.data import MiniBatch, Sample, shard_mini_batch
 from megatron_batching.engine.fsdp import FSDPEngine
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.loss import CrossEntropy, PolicyLoss, ValueLoss
-from megatron_batching.megatron.config import world_size_from_environment
+from megatron_batching.megatron.config import Precision, world_size_from_environment
 from megatron_batching.megatron.parallel import initialize
 from megatron_batching.plan import BatchingOptions, CostModel, Layout, plan_mini_batch
 from megatron_batching.plan.options import Balance
@@ -48,13 +48,15 @@ def fsdp_step(
     return {"errors": errors, "counts": [r.num_micro_batches for r in plan.replicas]}
 
 
-def both_engines_train(dp: int, lengths: tuple[int, ...], steps: int) -> dict[str, Any]:
+def both_engines_train(
+    dp: int, lengths: tuple[int, ...], steps: int, precision: Precision
+) -> dict[str, Any]:
     """Losses of a few steps on FSDP and on the pipeline engine, from the same weights."""
     placement = initialize(Layout(dp=dp), device="cpu")
     options = BatchingOptions(max_tokens_per_micro_batch=96)
-    losses = []
+    losses, model = [], replace(MODEL, precision=precision)
     for kind in (FSDPEngine, PipelineEngine):
-        engine = kind(model=MODEL, placement=placement, batching=options, seed=SEED)
+        engine = kind(model=model, placement=placement, batching=options, seed=SEED)
         with engine.train_mode():
             losses.append([engine.train_batch(mini_batch(lengths)).loss for _ in range(steps)])
     return {"losses": losses}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_batching.megatron.config import Precision
 from megatron_batching.plan.options import Balance
 from tests.engine import engine_cases
 from tests.support.process_pool import Pools
@@ -57,11 +58,16 @@ def test_fsdp_with_fewer_micro_batches_on_one_replica(pools: Pools) -> None:
     check(results)
 
 
-def test_fsdp_trains_like_the_pipeline(pools: Pools) -> None:
-    results = pools[2].run(engine_cases.both_engines_train, dp=2, lengths=LENGTHS, steps=3)
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-3)])
+def test_fsdp_trains_like_the_pipeline(
+    pools: Pools, precision: Precision, tolerance: float
+) -> None:
+    results = pools[2].run(
+        engine_cases.both_engines_train, dp=2, lengths=LENGTHS, steps=3, precision=precision
+    )
     for result in results:
         fsdp, pipeline = result["losses"]
-        assert fsdp == pytest.approx(pipeline, rel=1e-5)
+        assert fsdp == pytest.approx(pipeline, rel=tolerance)
         assert fsdp[-1] < fsdp[0]
 
 
