@@ -9,14 +9,18 @@ With `prefetch` a thread builds the next micro-batch while this one runs. Buildi
 releases the interpreter's lock, so a thread does; worker processes would have to send the tensors
 back. One at a time is enough, as each is used before the next is asked for, and keeps memory flat.
 The thread sees none of the caller's thread-local modes (grad mode, CPU mode, current device):
-`build` must name its device.
+`build` must name its device. On a GPU it queues its copies in the stream that the caller works in
+when the feed is made; in a stream of its own the caller would read what has not arrived yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, Generic, TypeVar
+
+import torch
 
 from megatron_batching.schedules.files import shortened
 
@@ -53,6 +57,8 @@ class MicroBatchFeed(Generic[T]):
         self._held: dict[int, tuple[T, int]] = {}
         self._thread = ThreadPoolExecutor(1, "micro-batch-feed") if prefetch else None
         self._next: tuple[int, Future[T]] | None = None
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self._stream = torch.cuda.current_stream() if on_gpu else None
 
     def iterators(self) -> list[Iterator[T]]:
         """One independent iterator per model chunk."""
@@ -74,14 +80,18 @@ class MicroBatchFeed(Generic[T]):
     def _built(self, i: int) -> T:
         if self._thread is None:
             return self._build(i)
-        number, future = self._next or (i, self._thread.submit(self._build, i))
+        number, future = self._next or (i, self._thread.submit(self._build_in_stream, i))
         assert number == i, f"micro-batch {i} is asked for before {number}"
         batch = future.result()
         if i + 1 < self._num_micro_batches:
-            self._next = i + 1, self._thread.submit(self._build, i + 1)
+            self._next = i + 1, self._thread.submit(self._build_in_stream, i + 1)
         else:
             self._thread.shutdown(wait=False)
         return batch
+
+    def _build_in_stream(self, i: int) -> T:
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            return self._build(i)
 
 
 def restore_order(

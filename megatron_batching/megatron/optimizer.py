@@ -302,7 +302,8 @@ def move(
 ) -> None:
     """Move weights with their gradient buffers, or optimizer states, to another device.
 
-    Gradients do not survive: they come back as zeros. On the CPU there is nowhere to go.
+    The fp32 copies of half-precision weights belong to the optimizer's states. Gradients do not
+    survive: they come back as zeros. On the CPU there is nowhere to go.
     """
     if model.placement.device.type == "cpu":
         return
@@ -317,5 +318,16 @@ def move(
                         parameter.data = parameter.data.to(device)
     if states:
         for one in chain(optimizer):
-            for state in one.optimizer.state.values():
-                state.update({k: v.to(device) for k, v in state.items() if torch.is_tensor(v)})
+            _move_states(one, device)
+
+
+def _move_states(optimizer: Any, device: torch.device) -> None:
+    """One of a chain, which has no parameters on a rank that holds none of its kind."""
+    for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
+        for group in getattr(optimizer, name, None) or ():
+            for parameter in group:
+                if parameter is not None:  # the shard of another rank
+                    parameter.data = parameter.data.to(device)
+    if optimizer.optimizer is not None:
+        for state in optimizer.optimizer.state.values():
+            state.update({k: v.to(device) for k, v in state.items() if torch.is_tensor(v)})

@@ -5,6 +5,9 @@ Command: pytest tests/data/test_data.py
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
@@ -120,6 +123,28 @@ def test_every_chunk_sees_every_micro_batch_once_built(
     assert built == list(range(num_micro_batches))
     assert not feed._held
     assert all(next(iterator, None) is None for iterator in iterators)
+
+
+def test_a_feed_copies_in_the_stream_that_its_caller_works_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered: list[object] = []
+
+    @contextlib.contextmanager
+    def stream(of: object) -> Iterator[None]:
+        entered.append(of)
+        yield
+
+    for name, value in (
+        ("is_available", lambda: True),
+        ("is_initialized", lambda: True),
+        ("current_stream", lambda: "the caller's"),
+        ("stream", stream),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    feed = MicroBatchFeed(lambda i: len(entered), num_micro_batches=3, num_chunks=1, prefetch=True)
+    assert list(feed.iterators()[0]) == [1, 2, 3]
+    assert entered == ["the caller's"] * 3
 
 
 def test_outputs_come_back_in_sample_order_without_dummies() -> None:

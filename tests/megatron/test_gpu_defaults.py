@@ -1,11 +1,13 @@
 """What a model is built with on a GPU that has Transformer Engine, found out without either.
 
 Purpose: bf16 and the fused rotary kernel by themselves; local layers in fp32, for which Transformer
-Engine has no attention over packed rows. Command: pytest tests/megatron/test_gpu_defaults.py
+Engine has no attention over packed rows; an optimizer that leaves a GPU with all that it holds.
+Command: pytest tests/megatron/test_gpu_defaults.py
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from megatron.core.models.common.embeddings import rope_utils
 
 from megatron_batching.megatron import model as model_module
 from megatron_batching.megatron.config import ModelConfig
+from megatron_batching.megatron.optimizer import move
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.plan import Layout
 
@@ -79,3 +82,19 @@ def test_fp32_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(ModelConfig(), cpu, monkeypatch)
     assert config.params_dtype == torch.float32
     assert not config.bf16 and not config.apply_rope_fusion
+
+
+def test_fp32_copies_of_the_weights_leave_the_gpu_with_the_optimizer(gpu: Placement) -> None:
+    """A device without data stands for the one that they go to."""
+    copy, shard = (SimpleNamespace(data=torch.ones(2)) for _ in range(2))
+    adam = SimpleNamespace(state={"copy": {"exp_avg": torch.ones(2), "step": 3}})
+    parts = [
+        SimpleNamespace(optimizer=adam, fp32_from_float16_groups=[[copy]]),
+        SimpleNamespace(optimizer=None, shard_fp32_from_float16_groups=[[shard, None]]),
+    ]
+    model: Any = SimpleNamespace(placement=gpu, chunks=[])
+    optimizer = SimpleNamespace(chained_optimizers=parts)
+    move(model, optimizer, torch.device("meta"), weights=False, states=True)
+    state = adam.state["copy"]
+    assert copy.data.is_meta and shard.data.is_meta and state["exp_avg"].is_meta
+    assert state["step"] == 3
