@@ -14,6 +14,7 @@ import torch
 
 from megatron_batching.data import Sample, collate
 from megatron_batching.engine.step_loss import packed_parameters
+from megatron_batching.loss import LossScaling
 from megatron_batching.megatron.recorder import StepRecorder
 from tests.engine import synchronise_cases
 from tests.support.host_waits import HostWaits
@@ -78,6 +79,14 @@ def test_a_context_parallel_share_is_cut_by_lengths_on_the_host(
             share = whole.context_parallel_share(4, cp_rank)
         assert not counted.waits
         assert share.num_tokens == share.is_token.sum()
+
+
+def test_reported_tokens_are_not_copied_to_the_device() -> None:
+    scaling = LossScaling(per_token=True, num_micro_batches=2, dp=1, cp=1, num_tokens=100)
+    with HostWaits().counting() as counted:
+        _, tokens, _ = scaling.outputs(torch.tensor(1.0), 7, None)
+    assert not counted.waits
+    assert tokens == 7 and tokens.dtype == torch.int
 
 
 class FakeEvent:

@@ -4,7 +4,7 @@ On a GPU a host that reads a number from the device, or copies memory that is no
 waits until all that it has queued is done. Where tensors lie on the CPU the same calls are made and
 cost nothing, so they can be counted: each call of `WAITS`, each `torch.tensor(.., device=..)` and
 each collective, by the function of this package or of Megatron-Core that makes it. Calls on tensors
-that lie on the host in any case are counted too, unless their function is in `HOST_ONLY`.
+that lie on the host in any case are counted too, unless `HOST_ONLY` has their module or function.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ COLLECTIVES = (
     "all_gather_object",
     "barrier",
 )
-HOST_ONLY = {"check_samples", "num_loss_tokens", "_divisor"}
-"""Functions that look at the samples or at constants, which lie in host memory."""
+HOST_ONLY = {"step_checks.py", "mini_batch.py", "_divisor"}
+"""Modules and functions that look at the samples or at constants, which lie in host memory."""
 
 
 class HostWaits(TorchFunctionMode):
@@ -83,9 +83,10 @@ class HostWaits(TorchFunctionMode):
         if frame is None:
             return
         where = "ours" if "/megatron_batching/" in frame.f_code.co_filename else "megatron"
-        if frame.f_code.co_name not in HOST_ONLY:
-            file = f"{where}/{Path(frame.f_code.co_filename).name}"
-            counter[name, file, frame.f_code.co_name] += 1
+        file = Path(frame.f_code.co_filename).name
+        function = frame.f_code.co_name
+        if where == "megatron" or not HOST_ONLY & {file, function}:
+            counter[name, f"{where}/{file}", function] += 1
 
 
 def ours(counter: Counter[tuple[str, str, str]]) -> Counter[tuple[str, str, str]]:
