@@ -211,7 +211,8 @@ def check_layout(bench: Bench, name: str, batching: BatchingOptions) -> Differen
     reference = bench.reference
     engine = bench.engine(Layout(dp=world_size // needed, **sizes), batching)
     differences = []
-    for engine.check_shapes in (False, True):
+    for check_shapes in (False, True):
+        engine.check_shapes = check_shapes
         found = gradients(engine, bench.mini_batch)
         differences.append(reference.worst(found, engine.placement))
     return max(differences, key=lambda d: d.excess)
