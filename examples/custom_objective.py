@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megatron_batching.data import synthetic_mini_batch
 from megatron_batching.engine import PipelineEngine
-from megatron_batching.loss import CrossEntropy, TokenLogProbs
-from megatron_batching.loss.metrics import MetricKind
+from megatron_batching.loss import CrossEntropy, MetricKind, TokenLogProbs
 from megatron_batching.megatron import ModelConfig, initialize, shut_down
 from megatron_batching.plan import BatchingOptions, Layout
 

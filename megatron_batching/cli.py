@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,12 +32,15 @@ from megatron_batching.cli_options import (
     Group,
     Html,
     Lengths,
+    Oversize,
     PlanOptions,
     Png,
     SampleGroups,
     Source,
     Trace,
+    number,
     spelled_out,
+    whole_number,
 )
 from megatron_batching.configs import config_names, find_config
 from megatron_batching.program import INTERRUPTED, leave, run
@@ -81,6 +84,7 @@ def plan(
 @app.command()
 @spelled_out
 def simulate(
+    context: typer.Context,
     source: Source,
     options: PlanOptions,
     compare: Annotated[
@@ -88,19 +92,17 @@ def simulate(
         typer.Option(help="Another plan (*.json) or `baseline`, drawn below on the same axis."),
     ] = None,
     replica: Annotated[
-        int | None, typer.Option(help="Replica to draw; the slowest if left out, -1 for all.")
+        int | None, whole_number(help="Replica to draw; the slowest if left out, -1 for all.")
     ] = None,
     exchange_shapes: Annotated[
         bool, typer.Option(help="With Megatron's shape exchange before each send.")
     ] = False,
-    latency: Annotated[
-        float, typer.Option(help="Time of a message, in the cost model's unit.")
-    ] = 0.0,
+    latency: Annotated[float, number(help="Time of a message, in the cost model's unit.")] = 0.0,
     bandwidth: Annotated[
-        float, typer.Option(help="Bytes per unit of time of a message; needs --bytes-per-token.")
+        float, number(help="Bytes per unit of time of a message; needs --bytes-per-token.")
     ] = math.inf,
     bytes_per_token: Annotated[
-        float, typer.Option(help="Bytes of a message for each token: hidden size x element size.")
+        float, number(help="Bytes of a message for each token: hidden size x element size.")
     ] = 0.0,
     png: Png = None,
     html: Html = None,
@@ -110,18 +112,20 @@ def simulate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a plan and draw its timeline; layout options matter when SOURCE holds lengths."""
+    """Simulate a plan and draw its timeline; layout and limits are for SOURCE that holds lengths."""
     from megatron_batching.bench.outputs import Outputs
     from megatron_batching.bench.simulate import read_plan, run_simulate
     from megatron_batching.schedules import Communication
 
     outputs = Outputs(png=png, html=html, trace=trace, timeline=timeline_file, as_json=as_json)
     outputs.check()
+    if all(name is None or _is_no_lengths(name) for name in (source, compare)):
+        _refuse_options_of_lengths(context, source)
 
     plans = [("plan", read_plan(source) or _plan(source, options))]
     _warn(options.cost, plans[0][1].layout)
     if compare == "baseline":
-        plans.insert(0, ("baseline", _plan(source, options, method="baseline")))
+        plans.insert(0, ("baseline", _baseline_of(plans[0][1], options.cost)))
     elif compare is not None:
         plans.append((compare, read_plan(compare) or _plan(compare, options)))
     run_simulate(
@@ -157,7 +161,7 @@ def timeline(
 @app.command("what-if")
 def what_if(
     lengths: Lengths,
-    gpus: Annotated[int, typer.Option(help="GPUs in all; dp follows from the other sizes.")],
+    gpus: Annotated[int, whole_number(help="GPUs in all; dp follows from the other sizes.")],
     max_tokens: Annotated[str, typer.Option(help="Token caps to try, separated by commas.")],
     pp: Annotated[str | None, typer.Option(help="Pipeline sizes to try, with commas.")] = None,
     vpp: Annotated[
@@ -171,7 +175,7 @@ def what_if(
     ep: EP = 1,
     etp: ETP = None,
     num_layers: Annotated[
-        int | None, typer.Option(help="Leave out layouts that do not divide the layers.")
+        int | None, whole_number(help="Leave out layouts that do not divide the layers.")
     ] = None,
     split: Annotated[
         list[str] | None,
@@ -180,20 +184,21 @@ def what_if(
         ),
     ] = None,
     group: Group = None,
+    oversize: Oversize = "error",
     cost: Cost = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict the step for every layout of so many GPUs; the fastest is marked."""
-    from megatron_batching.bench.what_if import LayoutChoices, run_what_if
-    from megatron_batching.bench.what_if import what_if as tabulate
+    from megatron_batching.bench import what_if as table
     from megatron_batching.plan import read_lengths
 
     _warn(cost)
-    names = ("gpus", "tp", "cp", "ep", "etp", "num_layers")
-    with _naming({name: f"--{name.replace('_', '-')}" for name in names}):
+    names = ("gpus", "tp", "cp", "ep", "etp", "num_layers", "oversize")
+    named = {name: f"--{name.replace('_', '-')}" for name in names}
+    with _naming(named):
         sequence = read_lengths(lengths)
         caps = _numbers("--max-tokens", max_tokens)
-        choices = LayoutChoices(
+        choices = table.LayoutChoices(
             gpus=gpus,
             pp=None if pp is None else _numbers("--pp", pp),
             vpp=None if vpp is None else _numbers("--vpp", vpp),
@@ -205,8 +210,11 @@ def what_if(
             num_layers=num_layers,
             split=_assignments("--split", split or []),
         )
-        rows = tabulate(sequence, choices, caps=caps, cost=cost)
-    run_what_if(rows, as_json=as_json)
+        limits = replace(table.WHAT_IF_OPTIONS, oversize=oversize)
+        rows = table.what_if(sequence, choices, caps=caps, cost=cost, options=limits)
+        left_out = table.layouts_left_out(choices, cost)
+    rows = [replace(row, problem=_as_options(row.problem, named)) for row in rows]
+    table.run_what_if(rows, left_out=left_out, as_json=as_json)
 
 
 @app.command()
@@ -286,7 +294,7 @@ def calibrate(
         typer.Option(help="Fit this recording instead of measuring; may be repeated."),
     ] = None,
     held_out: Annotated[
-        int, typer.Option(help="Planned mini-batches to predict and measure after the fit.")
+        int, whole_number(help="Planned mini-batches to predict and measure after the fit.")
     ] = 4,
 ) -> None:
     """Measure what a model's stages cost here; run under torchrun, unless --recording is given.
@@ -355,6 +363,34 @@ def _plan(lengths: str, options: PlanOptions, **more: Any) -> MicroBatchPlan:
         return plan_mini_batch(values, layout, chosen, cost_model=model)
 
 
+def _is_no_lengths(source: str) -> bool:
+    return source == "baseline" or source.endswith(".json")
+
+
+def _refuse_options_of_lengths(context: typer.Context, source: str) -> None:
+    """Refuse options that say how lengths are planned where there are no lengths."""
+    names = [field.name for field in fields(PlanOptions) if field.name != "cost"]
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in names
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: these options say how lengths are planned, and {source!r} is a "
+            "plan already: leave them out, or give its lengths"
+        )
+
+
+def _baseline_of(made: MicroBatchPlan, cost: str | None) -> MicroBatchPlan:
+    """What the usual method makes of the same samples, under the same limits."""
+    from megatron_batching.plan import load_cost_model, plan_mini_batch
+
+    options = replace(made.options, method="baseline")
+    model = load_cost_model(cost, made.layout) if cost else None
+    return plan_mini_batch(made.lengths, made.layout, options, model, made.owners)
+
+
 def _warn(cost: str | None, layout: Layout | None = None) -> None:
     """Say on standard error what speaks against a cost file."""
     from megatron_batching.plan.cost_quality import cost_warning
@@ -370,13 +406,18 @@ def _naming(options: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        assignment = rf"\b({'|'.join(options)})=('[^']*'|[^\s',;:]+)"
+        raise ValueError(_as_options(str(error), options)) from error
 
-        def as_option(found: re.Match[str]) -> str:
-            value = found[2].strip("'")
-            return f"{options[found[1]]} {shlex.quote(value)}"
 
-        raise ValueError(re.sub(assignment, as_option, str(error))) from error
+def _as_options(text: str, options: Mapping[str, str]) -> str:
+    """The text with every argument=value written as an option of the command line."""
+    assignment = rf"\b({'|'.join(options)})=('[^']*'|[^\s',;:]+)"
+
+    def as_option(found: re.Match[str]) -> str:
+        value = found[2].strip("'")
+        return f"{options[found[1]]} {shlex.quote(value)}"
+
+    return re.sub(assignment, as_option, text)
 
 
 def _assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:

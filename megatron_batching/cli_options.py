@@ -16,6 +16,37 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from megatron_batching.schedules.files import shortened
+
+
+def whole_number(*names: str, help: str) -> Any:
+    """An option that takes a whole number."""
+    return typer.Option(*names, help=help, parser=_read_whole_number, metavar="INTEGER")
+
+
+def number(*names: str, help: str) -> Any:
+    """An option that takes a number."""
+    return typer.Option(*names, help=help, parser=_read_number, metavar="FLOAT")
+
+
+def _read_whole_number(value: Any) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{shortened(value)} is no whole number: write it in digits, such as 16384"
+        ) from None
+
+
+def _read_number(value: Any) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{shortened(value)} is no number: write it in digits, such as 0.5 or 2e9"
+        ) from None
+
+
 Lengths = Annotated[
     str,
     typer.Argument(
@@ -26,35 +57,35 @@ Lengths = Annotated[
 Source = Annotated[
     str, typer.Argument(help="A plan that `plan --json` wrote (*.json), or lengths to plan.")
 ]
-PP = Annotated[int, typer.Option("--pp", help="Pipeline ranks.")]
-VPP = Annotated[int, typer.Option("--vpp", help="Model chunks per pipeline rank.")]
-DP = Annotated[int, typer.Option("--dp", help="Data-parallel replicas.")]
-TP = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")]
-CP = Annotated[int, typer.Option("--cp", help="Context-parallel ranks.")]
-EP = Annotated[int, typer.Option("--ep", help="Expert-parallel ranks.")]
+PP = Annotated[int, whole_number("--pp", help="Pipeline ranks.")]
+VPP = Annotated[int, whole_number("--vpp", help="Model chunks per pipeline rank.")]
+DP = Annotated[int, whole_number("--dp", help="Data-parallel replicas.")]
+TP = Annotated[int, whole_number("--tp", help="Tensor-parallel ranks.")]
+CP = Annotated[int, whole_number("--cp", help="Context-parallel ranks.")]
+EP = Annotated[int, whole_number("--ep", help="Expert-parallel ranks.")]
 ETP = Annotated[
     int | None,
-    typer.Option("--etp", help="Tensor-parallel ranks of an expert; as --tp if left out."),
+    whole_number("--etp", help="Tensor-parallel ranks of an expert; as --tp if left out."),
 ]
 Group = Annotated[
     int | None,
-    typer.Option("--group", help="microbatch_group_size_per_vp_stage; chosen if left out."),
+    whole_number("--group", help="microbatch_group_size_per_vp_stage; chosen if left out."),
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option("--max-tokens", help="Token cap of a micro-batch, padding included."),
+    whole_number("--max-tokens", help="Token cap of a micro-batch, padding included."),
 ]
 MicroBatchSize = Annotated[
     int | None,
-    typer.Option("--micro-batch-size", help="Samples per micro-batch, instead of a cap."),
+    whole_number("--micro-batch-size", help="Samples per micro-batch, instead of a cap."),
 ]
-Align = Annotated[int, typer.Option("--align", help="Pad each sample to a multiple of this.")]
+Align = Annotated[int, whole_number("--align", help="Pad each sample to a multiple of this.")]
 Oversize = Annotated[
     str, typer.Option("--oversize", help="A sample over the cap: error, or alone.")
 ]
 SampleGroups = Annotated[
     int | None,
-    typer.Option("--sample-groups", help="So many consecutive samples stay together."),
+    whole_number("--sample-groups", help="So many consecutive samples stay together."),
 ]
 Balance = Annotated[
     str,

@@ -21,6 +21,7 @@ from megatron_batching.plan import (
     load_cost_model,
 )
 from megatron_batching.plan.limits import check_size
+from megatron_batching.plan.micro_batch_plan import describe_peaks
 from megatron_batching.plan.predict import COMMUNICATION
 from megatron_batching.schedules import (
     Communication,
@@ -150,8 +151,8 @@ def run_simulate(
         rows = [asdict(own) for own in figures]
         print(json.dumps(rows if len(rows) > 1 else rows[0]))
         return figures
-    for own in figures:
-        outputs.say(_describe(own))
+    for (_, plan), own in zip(plans, figures, strict=True):
+        outputs.say(_describe(own, plan.layout.vpp))
     if len(figures) == 2:
         ratio = figures[0].step_time / figures[1].step_time
         outputs.say(f"speed-up of {plans[1][0]} over {plans[0][0]}: {ratio:.3f}x")
@@ -184,7 +185,7 @@ def _shares(parts: dict[str, float]) -> str:
     return ", ".join(f"{name} {share:.1%}" for name, share in parts.items() if share >= 5e-4)
 
 
-def _describe(own: SimulatedFigures) -> str:
+def _describe(own: SimulatedFigures, vpp: int) -> str:
     step, bound = own.step_time, own.lower_bound_any_order
     counts = own.num_micro_batches
     span = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
@@ -198,8 +199,7 @@ def _describe(own: SimulatedFigures) -> str:
             f"  bubble     {own.bubble_fraction:.1%}; of the slowest replica "
             f"{own.bubble_of_slowest:.1%}: {_shares(own.bubble_by_phase)}",
             f"  waits for  {_shares(own.bubble_by_cause)}",
-            f"  in flight  {', '.join(f'{peak:g}' for peak in own.peak_tokens_in_flight)} "
-            "tokens by pp rank",
+            f"  in flight  at most {describe_peaks(own.peak_tokens_in_flight, vpp)}",
         ]
     )
 

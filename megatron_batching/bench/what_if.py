@@ -26,6 +26,7 @@ from megatron_batching.schedules.files import check_choice
 
 LARGEST_PP = 16  # that is tried when none is asked for
 WHAT_IF_BUDGET = 200  # candidate plans a replica: a table wants many layouts, not the last percent
+WHAT_IF_OPTIONS = BatchingOptions(max_tokens_per_micro_batch=1, search_budget=WHAT_IF_BUDGET)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +145,7 @@ class LayoutChoices:
         Raises:
             ValueError: there is none.
         """
-        stages = None
-        if cost is not None and cost not in NAMED_COST_MODELS:
-            stages = read_cost_model(cost).num_virtual_stages
+        stages = _stages_of(cost)
         layouts = [
             Layout(
                 pp=pp,
@@ -160,7 +159,7 @@ class LayoutChoices:
             )
             for pp in self.pipeline_sizes
             for vpp in self._chunk_counts(pp, stages)
-            if self._is_possible(pp, vpp, stages)
+            if (pp > 1 or vpp == 1) and not self._refusal(pp, vpp, stages)
         ]
         if not layouts:
             raise ValueError(self._no_layout(cost, stages))
@@ -171,14 +170,27 @@ class LayoutChoices:
             return self.vpp
         return (1, 2, 4) if stages is None else (max(1, stages // pp),)
 
-    def _is_possible(self, pp: int, vpp: int, stages: int | None) -> bool:
-        return (
-            self.gpus // (self.tp * self.cp) % pp == 0
-            and (self.gpus // pp) % (self.ep * (self.etp or self.tp)) == 0
-            and (pp > 1 or vpp == 1)
-            and not (self.group is not None and vpp > 1 and self.group < pp)
-            and (stages is None or pp * vpp == stages)
-        )
+    def refusals(self, cost: str | None) -> dict[tuple[int, int], str]:
+        """Why a pp and vpp to try make no layout; pp 1 with chunks is passed over as none."""
+        stages = _stages_of(cost)
+        found = {
+            (pp, vpp): self._refusal(pp, vpp, stages)
+            for pp in self.pipeline_sizes
+            for vpp in self._chunk_counts(pp, stages)
+            if pp > 1 or vpp == 1
+        }
+        return {sizes: refusal for sizes, refusal in found.items() if refusal}
+
+    def _refusal(self, pp: int, vpp: int, stages: int | None) -> str:
+        if self.gpus // (self.tp * self.cp) % pp:
+            return f"{self.gpus} GPUs do not divide by pp x tp x cp"
+        if (self.gpus // pp) % (self.ep * (self.etp or self.tp)):
+            return f"the ranks of a stage do not divide by ep {self.ep} x etp {self.etp or self.tp}"
+        if self.group is not None and vpp > 1 and self.group < pp:
+            return f"group {self.group} is below pp"
+        if stages is not None and pp * vpp != stages:
+            return f"the cost file is of {stages} virtual stages (pp x vpp)"
+        return ""
 
     def _no_layout(self, cost: str | None, stages: int | None) -> str:
         """Why there is no layout."""
@@ -191,6 +203,13 @@ class LayoutChoices:
             + ": allow other sizes"
             + (", or leave out the cost file" if stages else "")
         )
+
+
+def _stages_of(cost: str | None) -> int | None:
+    """Virtual stages that a cost file is of; None for a model that fits all."""
+    if cost is None or cost in NAMED_COST_MODELS:
+        return None
+    return read_cost_model(cost).num_virtual_stages
 
 
 def what_if(
@@ -215,8 +234,11 @@ def what_if(
         ValueError: no layout has so many GPUs, or as many virtual stages as the cost file, or can
             have the layers split like that.
     """
-    shares = _shares(choices.layouts(cost), choices.num_layers, choices.split or {})
-    base = options or BatchingOptions(max_tokens_per_micro_batch=1, search_budget=WHAT_IF_BUDGET)
+    shares, refusals = _shares(choices.layouts(cost), choices.num_layers, choices.split or {})
+    if not shares:
+        last = list(refusals.values())[-1]
+        raise ValueError(f"no layout can have the layers split like that; the last says: {last}")
+    base = options or WHAT_IF_OPTIONS
     rows = []
     for layout, cap in itertools.product(shares, caps):
         model = load_cost_model(cost or DEFAULT_COST, layout, shares=shares[layout])
@@ -230,31 +252,47 @@ def what_if(
     return rows
 
 
+def layouts_left_out(choices: LayoutChoices, cost: str | None = None) -> dict[str, str]:
+    """Layouts that `what_if` does not try, such as "pp 4 x vpp 2", and why."""
+    refused = choices.refusals(cost)
+    _, unsplit = _shares(choices.layouts(cost), choices.num_layers, choices.split or {})
+    why = f"{choices.num_layers} layers do not divide by pp x vpp; a split may be given"
+    if choices.split and unsplit:
+        first = next(iter(unsplit.values()))
+        why = f"{choices.num_layers} layers cannot be split like that; of the first: {first}"
+    refused |= {(layout.pp, layout.vpp): why for layout in unsplit}
+    return {f"pp {pp} x vpp {vpp}": refusal for (pp, vpp), refusal in refused.items()}
+
+
 def _shares(
     layouts: Sequence[Layout], num_layers: int | None, split: Mapping[str, Any]
-) -> dict[Layout, list[int] | None]:
-    """Work of each stage, of the layouts among whose stages the layers can be split."""
+) -> tuple[dict[Layout, list[int] | None], dict[Layout, str]]:
+    """Work of each stage, of the layouts among whose stages the layers can be split; and why they
+    cannot be split among those of the others."""
     for name in split:
         check_choice("split", name, SPLIT_OPTIONS)
     if num_layers is None:
         if split:
             raise ValueError(f"split {next(iter(split))!r} needs the number of layers (num_layers)")
-        return dict.fromkeys(layouts)
+        return dict.fromkeys(layouts), {}
     config = SimpleNamespace(num_layers=num_layers, **split)
     shares: dict[Layout, list[int] | None] = {}
-    refusal = ""
+    refusals: dict[Layout, str] = {}
     for layout in layouts:
         try:
             shares[layout] = work_shares(config, pipeline_stages(config, layout))
         except ValueError as error:
-            refusal = str(error)
-    if not shares and refusal:
-        raise ValueError(f"no layout can have the layers split like that; the last says: {refusal}")
-    return shares
+            refusals[layout] = str(error)
+    return shares, refusals
 
 
-def run_what_if(rows: Sequence[WhatIfRow], *, as_json: bool = False) -> dict[str, Any]:
-    """The `what-if` command: print the table, the fastest row marked.
+def run_what_if(
+    rows: Sequence[WhatIfRow],
+    *,
+    left_out: Mapping[str, str] | None = None,
+    as_json: bool = False,
+) -> dict[str, Any]:
+    """The `what-if` command: print the table, the fastest row marked, and what is not in it.
 
     Raises:
         ValueError: no row could be planned.
@@ -266,7 +304,12 @@ def run_what_if(rows: Sequence[WhatIfRow], *, as_json: bool = False) -> dict[str
     assert best.plan is not None
     unit = best.plan.predicted.unit
     values = [row.to_json() for row in rows]
-    result = {"unit": unit, "best": best.to_json(), "rows": values}
+    result = {
+        "unit": unit,
+        "best": best.to_json(),
+        "rows": values,
+        "left_out": [{"layout": name, "problem": why} for name, why in (left_out or {}).items()],
+    }
     if as_json:
         print(json.dumps(result))
         return result
@@ -281,5 +324,17 @@ def run_what_if(rows: Sequence[WhatIfRow], *, as_json: bool = False) -> dict[str
     )
     problems = {row.problem for row in rows if row.problem}
     lines += [f"cannot be planned: {problem}" for problem in sorted(problems)]
+    lines += _left_out_lines(left_out or {})
     print("\n".join(lines))
     return result
+
+
+def _left_out_lines(left_out: Mapping[str, str]) -> list[str]:
+    """A line for each reason."""
+    layouts_of: dict[str, list[str]] = {}
+    for name, why in left_out.items():
+        layouts_of.setdefault(why, []).append(name)
+    return [
+        f"left out: {len(names)} layout{'s' if len(names) > 1 else ''} ({', '.join(names)}): {why}"
+        for why, names in layouts_of.items()
+    ]

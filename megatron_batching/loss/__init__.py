@@ -7,7 +7,7 @@ from megatron_batching.loss.aggregation import (
     as_aggregation,
 )
 from megatron_batching.loss.log_probs import TokenLogProbs, token_log_probs
-from megatron_batching.loss.metrics import KINDS, Metrics, Total
+from megatron_batching.loss.metrics import KINDS, MetricKind, Metrics, Total
 from megatron_batching.loss.objectives import (
     CrossEntropy,
     Objective,
@@ -24,6 +24,7 @@ __all__ = [
     "Counts",
     "CrossEntropy",
     "LossScaling",
+    "MetricKind",
     "Metrics",
     "Objective",
     "PolicyLoss",

@@ -28,6 +28,7 @@ from megatron_batching.loss.aggregation import Aggregation, Counts
 from megatron_batching.schedules.files import check_choice
 
 MetricKind = Literal["loss", "sum", "token-mean", "sequence-mean", "min", "max"]
+"""How the contributions of micro-batches to a metric become one number."""
 KINDS = get_args(MetricKind)
 _EXTREMES = ("min", "max")
 

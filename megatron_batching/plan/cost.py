@@ -233,7 +233,12 @@ def load_cost_model(
 def read_cost_model(source: str) -> CostModel:
     """The cost model in a file, for whatever layout it is; ValueError when it holds none."""
     is_yaml = source.endswith((".yaml", ".yml"))
-    value = read_yaml(source) if is_yaml else read_json(source)
+    try:
+        value = read_yaml(source) if is_yaml else read_json(source)
+    except ValueError as error:
+        raise ValueError(
+            f"cost model {one_line(error)}; give tokens, verl, or a file that `calibrate` wrote"
+        ) from None
     if not isinstance(value, dict):
         raise ValueError(f"cost model {source!r} must be a mapping with forward and backward")
     if is_yaml:

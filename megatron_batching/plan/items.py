@@ -209,13 +209,18 @@ def _refuse_oversize(items: Items, layout: Layout, options: BatchingOptions) -> 
     wrong = np.flatnonzero(alone > cap)
     if not len(wrong):
         return
-    group, needed = items.members[wrong[0]], int(alone[wrong[0]])
+    largest = int(alone.argmax())
+    group, needed = items.members[largest], int(alone[largest])
     plain = sum(items.lengths[row] for row in group)
     name = f"sample {group[0]}" if len(group) == 1 else f"sample group {list(group)}"
     padded = ""
     if needed != plain:
         padded = f" (needs {needed} with alignment to {options.alignment(layout)} and padding)"
+    others = ""
+    if len(wrong) > 1:
+        kind = "samples" if len(items) == len(items.lengths) else "sample groups"
+        others = f", the largest of {len(wrong)} {kind} that are"
     raise ValueError(
-        f"{name} has {plain} tokens{padded}, over the cap of {cap} tokens a micro-batch: raise the "
-        f"cap to at least {needed}, or pass oversize='alone'"
+        f"{name} has {plain} tokens{padded}, over the cap of {cap} tokens a micro-batch{others}: "
+        f"raise the cap to at least {needed}, or pass oversize='alone'"
     )

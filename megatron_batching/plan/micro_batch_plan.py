@@ -10,6 +10,7 @@ tensors, its features, its simulation. So there is one answer, and it never forg
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -33,6 +34,7 @@ from megatron_batching.schedules import (
     PipelineSchedule,
     Simulation,
     StageTimes,
+    format_time,
     simulate,
 )
 from megatron_batching.schedules.files import entries, entry, one_line, shortened
@@ -329,6 +331,7 @@ class MicroBatchPlan:
         counts = [r.num_micro_batches for r in self.replicas]
         span = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
         tokens = [sum(b.tokens for b in r.micro_batches) for r in self.replicas]
+        peaks = describe_peaks(predicted.peak_tokens_in_flight, layout.vpp)
         return "\n".join(
             [
                 f"layout      {layout.describe()}"
@@ -336,17 +339,18 @@ class MicroBatchPlan:
                 f"limit       {self._describe_limit()}",
                 f"samples     {len(self.lengths)}, {sum(self.lengths)} tokens, longest "
                 f"{max(self.lengths)}; {self.num_moved} move to another replica",
-                f"plan        {span} micro-batches a replica, {self.num_dummies} dummies, "
+                f"plan        {span} micro-batches a replica, {self.num_dummies} "
+                f"{'dummy' if self.num_dummies == 1 else 'dummies'}, "
                 f"{min(tokens)} to {max(tokens)} tokens a replica with padding",
                 *(
                     [f"oversize    samples {list(self.oversize)} are over the cap and run alone"]
                     if self.oversize
                     else []
                 ),
-                f"predicted   step {predicted.step_time:.4g} {predicted.unit}, lower bound "
-                f"{predicted.lower_bound:.4g}, efficiency {predicted.efficiency:.3f}, bubble "
-                f"{predicted.bubble_fraction:.1%}",
-                f"in flight   at most {list(predicted.peak_tokens_in_flight)} tokens by pp rank",
+                f"predicted   step {format_time(predicted.step_time)} {predicted.unit}, "
+                f"lower bound {format_time(predicted.lower_bound)}, "
+                f"efficiency {predicted.efficiency:.3f}, bubble {predicted.bubble_fraction:.1%}",
+                f"in flight   at most {peaks}",
                 f"planned in  {self.planning_seconds * 1e3:.1f} ms ({options.method})",
             ]
         )
@@ -362,6 +366,16 @@ class MicroBatchPlan:
         if options.max_tokens_per_gpu is not None or layout.cp > 1:
             per_gpu = f" ({cap / layout.cp:g} a GPU x cp {layout.cp})"
         return f"{cap} tokens a micro-batch{per_gpu}, {options.packing}{note}"
+
+
+def describe_peaks(peaks: Sequence[float], vpp: int) -> str:
+    """Peak tokens in flight of each pipeline rank, in words.
+
+    >>> describe_peaks([2048.0, 1024.0], vpp=2)
+    '2048, 1024 tokens by pp rank (a token in one of 2 chunks counts 1/2)'
+    """
+    note = f" (a token in one of {vpp} chunks counts 1/{vpp})" if vpp > 1 else ""
+    return f"{', '.join(f'{peak:.0f}' for peak in peaks)} tokens by pp rank{note}"
 
 
 def _read_replica(value: dict[str, Any]) -> ReplicaPlan:

@@ -126,6 +126,55 @@ def test_simulate_reads_a_plan_file(run: Any, lengths_file: str, tmp_path: Path)
     assert json.loads(out)["step_time"] == pytest.approx(predicted["step_time"])
 
 
+def test_simulate_refuses_options_of_lengths_with_a_plan(
+    run: Any, lengths_file: str, tmp_path: Path
+) -> None:
+    options = ["--pp=2", "--vpp=2", "--dp=2", "--max-tokens=500"]
+    _, planned, _ = run("plan", lengths_file, *options, "--json")
+    path = tmp_path / "plan.json"
+    path.write_text(planned)
+    # The values of the plan itself are refused too: no value says whether it was given.
+    refused = run("simulate", str(path), "--pp=2", "--max-tokens=20000", "--cost=verl")
+    check_error(refused, ["--pp, --max-tokens:", "plan.json' is a plan already", "leave them out"])
+    code, out, _ = run("simulate", str(path), f"--compare={lengths_file}", *options)
+    assert code == 0
+    assert out.endswith("speed-up of " + lengths_file + " over plan: 1.000x\n")
+    # The baseline of a plan is made under the plan's own layout and limits.
+    compared = [
+        run("simulate", source, "--compare=baseline", "--json", *given)[1]
+        for source, given in ((lengths_file, options), (str(path), []))
+    ]
+    assert compared[0] == compared[1] != ""
+
+
+def test_what_if_says_what_it_leaves_out(run: Any, lengths_file: str) -> None:
+    common = ["what-if", lengths_file, "--gpus=4", "--max-tokens=400"]
+    _, out, _ = run(*common)
+    assert "left out" not in out
+    code, out, _ = run(*common, "--num-layers=2", "--pp=1,2,3")
+    assert code == 0
+    left_out = [line for line in out.splitlines() if line.startswith("left out: ")]
+    assert left_out[0].startswith("left out: 3 layouts (pp 3 x vpp 1, pp 3 x vpp 2, pp 3 x vpp 4)")
+    assert left_out[1:] == [
+        "left out: 2 layouts (pp 2 x vpp 2, pp 2 x vpp 4): 2 layers do not divide by pp x vpp; "
+        "a split may be given"
+    ]
+    code, out, _ = run(*common, "--num-layers=2", "--pp=2", "--json")
+    assert [row["layout"] for row in json.loads(out)["left_out"]] == [
+        "pp 2 x vpp 2",
+        "pp 2 x vpp 4",
+    ]
+
+
+def test_what_if_lets_a_long_sample_run_alone(run: Any, lengths_file: str) -> None:
+    common = ["what-if", lengths_file, "--gpus=2", "--max-tokens=300,500"]
+    _, out, _ = run(*common)
+    assert "or pass --oversize alone" in out
+    code, out, _ = run(*common, "--oversize=alone")
+    assert code == 0
+    assert "cannot be planned" not in out
+
+
 def test_plans_of_different_mini_batches_are_not_compared(
     run: Any, lengths_file: str, tmp_path: Path
 ) -> None:
@@ -197,6 +246,8 @@ def test_what_if_marks_the_best_layout(run: Any, lengths_file: str) -> None:
         (["what-if", "@azure_code", "--gpus=4", "--max-tokens=9000", "--num-layers=0"], "layers 0"),
         (["what-if", "@azure_code", "--gpus=4", "--max-tokens=9000", "--split=x"], "NAME=VALUE"),
         (["what-if", "@azure_code", "--gpus=99999999", "--max-tokens=9000"], "replicas"),
+        (["what-if", "@azure_code", "--gpus=4", "--max-tokens=9"], "--oversize alone"),
+        (["simulate", "@azure_code", "--max-tokens=9000", "--latency=fast"], "'fast' is no number"),
         (["simulate", "nowhere.json"], "nowhere.json"),
         (["simulate", "@azure_code", "--max-tokens=9000", "--png=a.gif"], ".gif"),
         (
@@ -218,6 +269,11 @@ PLAN_ERRORS = {
         ["--max-tokens=300"],
         ["sample 0", "400", "300", "--oversize alone"],
     ),
+    "cap below many": (
+        "350\n30\n410\n301\n",
+        ["--max-tokens=300"],
+        ["sample 2 has 410", "largest of 3 samples", "at least 410"],
+    ),
     "empty file": ("", ["--max-tokens=300"], ["empty"]),
     "negative length": ("40\n-3\n", ["--max-tokens=300"], ["-3"]),
     "non-numeric length": ("40\nforty\n", ["--max-tokens=300"], ["forty"]),
@@ -229,7 +285,7 @@ PLAN_ERRORS = {
         ["--max-tokens=50", "--pp=4", "--vpp=2", "--group=3"],
         ["--group 3", "--pp 4"],
     ),
-    "option value": ("40\n", ["--max-tokens=lots"], ["--max-tokens", "integer"]),
+    "option value": ("40\n", ["--max-tokens=16k"], ["--max-tokens", "'16k' is no whole", "16384"]),
     "unknown option": ("40\n", ["--max-token-count=5"], ["--max-token-count"]),
     "pipeline": ("40\n", ["--max-tokens=50", "--pp=100000"], ["--pp 100000", "512"]),
     "chunks": ("40\n", ["--max-tokens=50", "--pp=2", "--vpp=999"], ["--vpp 999", "1,998", "512"]),
@@ -245,7 +301,11 @@ PLAN_ERRORS = {
     "line": ("4" * 200_000, ["--max-tokens=50"], ["line 1", "longer"]),
     "oversize": ("40\n", ["--max-tokens=50", "--oversize=drop"], ["--oversize drop", "alone"]),
     "two words": ("40\n", ["--max-tokens=50", "--balance=a, b"], ["--balance 'a, b' is unknown"]),
-    "a file's name": ("40\n", ["--max-tokens=50", "--cost=pp=4"], ["'pp=4' cannot be read"]),
+    "a file's name": (
+        "40\n",
+        ["--max-tokens=50", "--cost=pp=4"],
+        ["'pp=4' cannot be read", "calibrate"],
+    ),
 }
 
 
