@@ -112,7 +112,7 @@ def simulate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a plan and draw its timeline; layout and limits are for SOURCE that holds lengths."""
+    """Simulate a plan and draw its timeline; layout and limits are for lengths alone."""
     from megatron_batching.bench.outputs import Outputs
     from megatron_batching.bench.simulate import read_plan, run_simulate
     from megatron_batching.schedules import Communication
