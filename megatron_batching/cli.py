@@ -210,7 +210,8 @@ def what_if(
             num_layers=num_layers,
             split=_assignments("--split", split or []),
         )
-        limits = replace(table.WHAT_IF_OPTIONS, oversize=oversize)
+        chosen: dict[str, Any] = {"oversize": oversize}  # checked as it is replaced
+        limits = replace(table.WHAT_IF_OPTIONS, **chosen)
         rows = table.what_if(sequence, choices, caps=caps, cost=cost, options=limits)
         left_out = table.layouts_left_out(choices, cost)
     rows = [replace(row, problem=_as_options(row.problem, named)) for row in rows]
