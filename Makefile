@@ -1,7 +1,7 @@
 # Every target sets up what it needs and does so once: .venv (or .venv-NAME for another PYTHON).
 #
 #   make demo                   train, compare with the unplanned way, draw a timeline
-#   make test                   all tests that run without a GPU
+#   make test                   the tests that run without a GPU, but for the slow ones
 #   make test PYTHON=python3.12 the same with another interpreter
 #   make test-full              those and the slow ones: hours on 2 cores
 #   make test-verl              all tests that need verl, the slow ones too

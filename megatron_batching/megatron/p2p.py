@@ -12,14 +12,15 @@ for ever. So each tensor to be sent is compared with the plan, which costs nothi
 `CheckedP2PCommunicator` also runs Megatron's exchange and compares what it says. The alternative,
 padding all micro-batches to one shape, needs neither plan nor exchange and wastes the padding.
 
-Three faults of Megatron-Core are kept from the user, with and without planned shapes:
+Four faults of Megatron-Core are kept from the user, with and without planned shapes; the first two
+have one cause:
 
 - With `deallocate_pipeline_outputs` an activation is freed, by swapping the tensor's storage, while
   its overlapped send goes on. An unfinished gloo send holds the tensor object, not its storage: on
-  0.16.1 it reads freed memory. 0.19.2 waits for each send before it frees, which costs an
-  interleaved step up to a fifth of its time. Here each send holds an alias of its own, so the
-  schedule need not wait: a send is waited for once the next one is posted, as in 0.16.1, and the
-  last ones before the step ends.
+  0.16.1 it reads freed memory.
+- 0.19.2 waits for each send before it frees, which costs an interleaved step up to a fifth of its
+  time. Here, for both, each send holds an alias of its own, so the schedule need not wait: a send
+  is waited for once the next one is posted, as in 0.16.1, and the last ones before the step ends.
 - At pp 2 the previous and the next rank are the same one. Without `overlap_p2p_comm` the
   interleaved schedule moves activations and gradients in one call; batched p2p, and any exchange
   of shapes, then posts "send to previous, receive from previous, send to next, receive from next"
