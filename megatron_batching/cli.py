@@ -135,6 +135,7 @@ def simulate(
         communication=Communication(
             planned_shapes=not exchange_shapes,
             overlap_warmup_flush=not exchange_shapes,
+            overlap_sends=not exchange_shapes,
             latency=latency,
             bandwidth=bandwidth,
             bytes_per_token=bytes_per_token,
@@ -351,6 +352,8 @@ def _plan(lengths: str, options: PlanOptions, **more: Any) -> MicroBatchPlan:
         "align": options.align,
         "oversize": options.oversize,
         "balance": options.balance,
+        "defer_weight_gradients": options.defer_weight_gradients,
+        "max_tokens_in_flight": options.max_tokens_in_flight,
         **more,
     }
     named = {name: f"--{name.replace('_', '-')}" for name in (*sizes, *batching)}
@@ -387,7 +390,9 @@ def _baseline_of(made: MicroBatchPlan, cost: str | None) -> MicroBatchPlan:
     """What the usual method makes of the same samples, under the same limits."""
     from megatron_batching.plan import load_cost_model, plan_mini_batch
 
-    options = replace(made.options, method="baseline")
+    options = replace(
+        made.options, method="baseline", defer_weight_gradients=False, max_tokens_in_flight=None
+    )
     model = load_cost_model(cost, made.layout) if cost else None
     return plan_mini_batch(made.lengths, made.layout, options, model, made.owners)
 

@@ -95,6 +95,19 @@ Cost = Annotated[
     str | None,
     typer.Option("--cost", help="Cost model: tokens (default), verl, or a file of coefficients."),
 ]
+DeferWeightGradients = Annotated[
+    bool,
+    typer.Option(
+        "--defer-weight-gradients", help="Run gradients of weights in the gaps of the schedule."
+    ),
+]
+MaxTokensInFlight = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens-in-flight",
+        help="With it: tokens that a rank may hold; as many as some rank holds anyway if left out.",
+    ),
+]
 Config = Annotated[
     str,
     typer.Option("--config", help="YAML file, or the name of a config that `config` prints."),
@@ -123,6 +136,8 @@ class PlanOptions:
     oversize: Oversize = "error"
     balance: Balance = "replicas"
     cost: Cost = None
+    defer_weight_gradients: DeferWeightGradients = False
+    max_tokens_in_flight: MaxTokensInFlight = None
 
 
 def spelled_out(command: Callable[..., None]) -> Callable[..., None]:

@@ -49,6 +49,19 @@ class Deferral:
         if any(count < 0 for row in self.counts for count in row):
             raise ValueError("counts holds a negative number: each must be at least 0")
 
+    @classmethod
+    def at_once(cls, schedule: PipelineSchedule) -> Deferral:
+        """Each W right after its backward.
+
+        >>> schedule = PipelineSchedule(pp=2, num_micro_batches=2)
+        >>> print(*Deferral.at_once(schedule).ops(schedule, 0))
+        F0.0 F1.0 B0.0 W0.0 B1.0 W1.0
+        """
+        counts = tuple(
+            (0, *(int(op.kind == "B") for op in schedule.ops(rank))) for rank in range(schedule.pp)
+        )
+        return cls(num_pieces=1, counts=counts)
+
     def check(self, schedule: PipelineSchedule) -> None:
         """Raise ValueError unless every piece runs once and after its backward."""
         if schedule.forward_only:

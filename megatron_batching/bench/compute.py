@@ -33,7 +33,6 @@ from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.recorder import MessageLog
 from megatron_batching.plan import (
     BatchingOptions,
-    CostModel,
     Layout,
     load_cost_model,
     transformer_cost_model,
@@ -74,15 +73,8 @@ class PacedCompute:
         samples = sample_features(lengths)
         work = float(relative.load(samples).sum()) / (layout.pp * layout.dp)
         scale = config.work_s / work
-        self._told = CostModel(
-            forward=relative.forward * scale, backward=relative.backward * scale, unit="s"
-        )
-        overhead = [costs.op_s, 0.0, 0.0]
-        self.cost_model = CostModel(
-            forward=self._told.forward + overhead,
-            backward=self._told.backward + overhead,
-            unit="s",
-        )
+        self._told = relative.scaled(scale, unit="s")
+        self.cost_model = relative.scaled(scale, unit="s", op_time=costs.op_s)
         # Paced steps are short for the sake of the benchmark; a search that keeps to a share of the
         # step's seconds should not take them for the step of the model that they stand for.
         self.planning_model = replace(self.cost_model, unit="paced s")
@@ -99,7 +91,9 @@ class PacedCompute:
         """Run one step."""
         features = method.plan.features(self.placement.dp_rank)
         forward, backward = self._told.times(features)
-        return self._run(method, StageTimes(forward=forward, backward=backward))
+        weight = self._told.weight_gradient_times(features)
+        times = StageTimes(forward=forward, backward=backward, weight_gradient=weight)
+        return self._run(method, times)
 
     def _run(self, method: Method, times: StageTimes | None) -> Step:
         plan, dp_rank = method.plan, self.placement.dp_rank
@@ -107,6 +101,7 @@ class PacedCompute:
         step = PacedStep(
             schedule=plan.schedule(dp_rank),
             times=times,
+            deferral=plan.replicas[dp_rank].deferral,
             shapes=[(1, 1 + batch.tokens // TOKENS_PER_VALUE) for batch in batches],
         )
         log = MessageLog()

@@ -50,7 +50,10 @@ class Method:
     def communication(self, **costs: float) -> Communication:
         """How tensors then travel between the ranks of `run_schedule`."""
         return Communication(
-            planned_shapes=self.planned_shapes, overlap_warmup_flush=self.planned_shapes, **costs
+            planned_shapes=self.planned_shapes,
+            overlap_warmup_flush=self.planned_shapes,
+            overlap_sends=self.planned_shapes,
+            **costs,
         )
 
     def features(self) -> list[list[tuple[float, float, float]]]:
@@ -118,7 +121,8 @@ def _own_plans(
     model: CostModel,
 ) -> dict[str, MicroBatchPlan]:
     """The plans of every method but verl."""
-    planned = plan_mini_batch(lengths, layout, options, model)
+    deferring = replace(options, defer_weight_gradients=True)
+    planned = plan_mini_batch(lengths, layout, deferring, model)
     plans = {}
     for name in config.methods:
         if name == "plain":
@@ -139,7 +143,8 @@ def without(feature: str, planned: MicroBatchPlan, model: CostModel) -> MicroBat
     """The planner's plan with one feature off.
 
     count: as many micro-batches as the usual method takes, on every replica. balance: samples stay
-    with their owners. order: the smallest at both ends. group: pp.
+    with their owners. order: the smallest at both ends. group: pp. deferral: each weight gradient
+    runs inside its backward.
     """
     lengths, layout, options = planned.lengths, planned.layout, planned.options
     if feature == "order":
@@ -150,6 +155,10 @@ def without(feature: str, planned: MicroBatchPlan, model: CostModel) -> MicroBat
         return plan_mini_batch(lengths, replace(layout, group=layout.pp), options, model)
     if feature == "balance":
         return plan_mini_batch(lengths, layout, replace(options, balance="none"), model)
+    if feature == "deferral":
+        return plan_mini_batch(
+            lengths, layout, replace(options, defer_weight_gradients=False), model
+        )
     assert feature == "count", feature
     usual = _usual(lengths, layout, options, model).replicas[0].num_micro_batches
     fixed = replace(options, min_num_micro_batches=usual, max_num_micro_batches=usual)
@@ -159,7 +168,8 @@ def without(feature: str, planned: MicroBatchPlan, model: CostModel) -> MicroBat
 def _usual(
     lengths: Sequence[int], layout: Layout, options: BatchingOptions, model: CostModel
 ) -> MicroBatchPlan:
-    return plan_mini_batch(lengths, layout, replace(options, method="baseline"), model)
+    usual = replace(options, method="baseline", defer_weight_gradients=False)
+    return plan_mini_batch(lengths, layout, usual, model)
 
 
 def _ordered_as_usual(plan: MicroBatchPlan, model: CostModel) -> MicroBatchPlan:

@@ -27,8 +27,9 @@ from megatron_batching.megatron.p2p import Shape, pipeline_shapes
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.recorder import MessageLog, StepRecorder
 from megatron_batching.megatron.schedule import ForwardStep, run_schedule
+from megatron_batching.megatron.weight_gradients import WeightGradients
 from megatron_batching.plan import MicroBatch
-from megatron_batching.schedules import Event, Op, PipelineSchedule, StageTimes
+from megatron_batching.schedules import Deferral, Event, Op, PipelineSchedule, StageTimes
 
 HIDDEN_SIZE = 4
 
@@ -41,10 +42,12 @@ class PacedStep:
         schedule: the op order.
         times: [M, S] seconds to sleep; None for no sleep at all.
         shapes: (rows, width) of each micro-batch, before any division by cp or tp.
+        deferral: where weight gradients run; None where each runs inside its backward.
     """
 
     schedule: PipelineSchedule
     times: StageTimes | None = None
+    deferral: Deferral | None = None
     shapes: Sequence[tuple[int, int]]
 
     def __post_init__(self) -> None:
@@ -91,6 +94,7 @@ class PacedStage(torch.nn.Module):
         self.ran = ran
         self.weight = torch.nn.Parameter(_weight(self.stage))
         self.received: torch.Tensor | None = None
+        self.weight_gradients: WeightGradients | None = None  # set while they are put off
 
     def set_input_tensor(self, tensor: Any) -> None:
         """Called by Megatron's schedule with what was received."""
@@ -105,11 +109,29 @@ class PacedStage(torch.nn.Module):
 
         def pause(kind: Any) -> None:
             self.ran.append(Op(kind, micro_batch, self.chunk))
+            deferred = kind == "B" and self.weight_gradients is not None
             if step.times is not None:
-                times = step.times.forward if kind == "F" else step.times.backward
+                backward = step.times.input_gradient if deferred else step.times.backward
+                times = step.times.forward if kind == "F" else backward
                 time.sleep(times[micro_batch, self.stage])
+            if deferred:
+                self._put_off(step, micro_batch)
 
         return _Paused.apply(_change(hidden, self.weight, self.stage), pause)
+
+    def _put_off(self, step: PacedStep, micro_batch: int) -> None:
+        """Leave the sleep of the weight gradient for later, in as many parts as the plan has."""
+        assert self.weight_gradients is not None and step.deferral is not None
+        num_pieces, seconds = step.deferral.num_pieces, 0.0
+        if step.times is not None and step.times.weight_gradient is not None:
+            seconds = step.times.weight_gradient[micro_batch, self.stage] / num_pieces
+
+        def run() -> None:
+            self.ran.append(Op("W", micro_batch, self.chunk))
+            time.sleep(seconds)
+
+        for part in range(num_pieces):
+            self.weight_gradients.put((micro_batch, part), 1.0, run)
 
 
 def build_paced_model(placement: Placement, **transformer: Any) -> PipelineModel:
@@ -184,6 +206,7 @@ def run_paced_step(
             check_shapes=check_shapes,
             prefetch=prefetch,
             timers=recorder if is_recorded else None,
+            deferral=step.deferral,
         )
     step_time_s = recorder.seconds(origin, recorder.now())
     return PacedResult(
@@ -219,6 +242,7 @@ def _events(
             MicroBatch(samples=(i,), tokens=rows * width, dummy=False)
             for i, (rows, width) in enumerate(step.shapes)
         ],
+        deferral=step.deferral,
     )
     return tuple(events)
 

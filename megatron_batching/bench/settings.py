@@ -25,7 +25,7 @@ from megatron_batching.schedules.files import check_choice, parsing
 Compute = Literal["paced", "model"]
 LONGEST_WORK_S = 3600.0  # that a rank sleeps in a step
 # What is switched off in turn: then it is as the usual method (verl's) has it.
-FEATURES = ("count", "balance", "order", "shapes", "group")
+FEATURES = ("count", "balance", "order", "shapes", "group", "deferral")
 METHODS = ("plain", "verl", "baseline", "planned", *(f"no {feature}" for feature in FEATURES))
 
 
@@ -74,8 +74,8 @@ class BenchConfig:
     methods: list[str] = field(default_factory=lambda: ["plain", "verl", "planned"])
     """plain: fixed number of samples, padded, in order of arrival; verl: its own
     `rearrange_micro_batches`; baseline: the same method as built in here; planned: the planner;
-    "no count", "no balance", "no order", "no shapes", "no group": planned, but with this one thing
-    as verl has it."""
+    "no count", "no balance", "no order", "no shapes", "no group", "no deferral" (of weight
+    gradients): planned, but with this one thing as verl has it."""
     samples_per_replica: int = 32
     """Samples of one replica in a mini-batch."""
     length_scale: float = 1.0

@@ -42,6 +42,7 @@ from megatron_batching.plan.cost_quality import cost_warning
 from megatron_batching.plan.items import gather_items
 from megatron_batching.plan.layout import MOST_COUNT
 from megatron_batching.plan.limits import check_size
+from megatron_batching.plan.options import as_deferring
 from megatron_batching.schedules.draw import check_picture
 from megatron_batching.schedules.files import check_folder
 
@@ -178,6 +179,7 @@ def _start(
         optimizer=config.optimizer,
         seed=config.run.seed,
         planned_shapes=config.run.planned_shapes,
+        defer_weight_gradients=as_deferring(config.run.defer_weight_gradients),
     )
 
 

@@ -20,6 +20,7 @@ from megatron_batching.bench.schema import merge_into
 from megatron_batching.megatron.config import Device, ModelConfig, OptimizerSettings, stages_of
 from megatron_batching.plan import BatchingOptions, Layout
 from megatron_batching.plan.layout import check_positive
+from megatron_batching.plan.options import as_deferring
 from megatron_batching.schedules.files import check_choice, check_field_types, key_hint, parsing
 
 T = TypeVar("T")
@@ -69,11 +70,16 @@ class RunConfig:
     """After how long a collective that waits for a lost rank raises."""
     planned_shapes: bool = True
     """Take pipeline shapes from the plan instead of exchanging them before each send."""
+    defer_weight_gradients: str = "auto"
+    """auto: plan gradients of weights into the gaps of the schedule, where the model is served;
+    off: leave each in its backward."""
     output_dir: str = "out"
     """Where timelines and reports go."""
 
     def __post_init__(self) -> None:
         check_field_types(self, "run.")
+        deferring = as_deferring(self.defer_weight_gradients, "run.defer_weight_gradients")
+        object.__setattr__(self, "defer_weight_gradients", deferring)
         check_choice("run.device", self.device, get_args(Device))
         if not 0 <= self.seed < MOST_SEED:
             raise ValueError(f"run.seed={self.seed} must be from 0 to {MOST_SEED - 1}")

@@ -30,6 +30,7 @@ from megatron_batching.engine.checks import (
 )
 from megatron_batching.engine.contract import AnyMiniBatch, Engine
 from megatron_batching.engine.costs import default_cost_model
+from megatron_batching.engine.deferring import deferred_batching
 from megatron_batching.engine.registry import ModelType
 from megatron_batching.engine.report import StepReport, TokenOutputs
 from megatron_batching.engine.step import Collect, FinishedStep, StepSettings, prepare_step
@@ -59,6 +60,7 @@ from megatron_batching.megatron.optimizer import (
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.recorder import MessageLog, clock_reading
 from megatron_batching.plan import BatchingOptions, CostModel, MicroBatchPlan, plan_mini_batch
+from megatron_batching.plan.options import Deferring, as_deferring
 
 
 class PipelineEngine(Engine):
@@ -80,6 +82,9 @@ class PipelineEngine(Engine):
         seed: of the initial weights.
         planned_shapes: take pipeline shapes from the plan instead of exchanging them.
         check_shapes: exchange planned shapes all the same, and compare: for debugging.
+        defer_weight_gradients: "auto" plans gradients of weights into the gaps of the schedule,
+            where the model is served (a log line says why it is not) and the cost model tells how
+            long they take; "off" leaves each in its backward. Gradients are the same bit for bit.
         shape_buckets: pad packed rows up to so many distinct widths within the token cap.
         objective: per-token loss; by default cross entropy, or a critic's `ValueLoss`.
         aggregation: from per-token losses to one number, see `megatron_batching.loss.MODES`.
@@ -104,6 +109,7 @@ class PipelineEngine(Engine):
         seed: int = 0,
         planned_shapes: bool = True,
         check_shapes: bool = False,
+        defer_weight_gradients: Deferring = "auto",
         shape_buckets: int | None = None,
         objective: Objective | None = None,
         aggregation: Aggregation | AggregationMode = "token-mean",
@@ -120,6 +126,7 @@ class PipelineEngine(Engine):
         """Set it to have the messages of each step recorded; see `megatron.recorder`."""
         self._failed_load: RuntimeError | None = None
         self.check_shapes = check_shapes
+        self._deferring = as_deferring(defer_weight_gradients)
         self._shape_buckets = shape_buckets
         if cost_model is not None:
             cost_model.check_layout(placement.layout)
@@ -153,7 +160,7 @@ class PipelineEngine(Engine):
         self.cost_model = self._given_cost_model or default_cost_model(
             model, is_value_model=self.model_type == "value_model"
         )
-        self.batching = self._aligned(self.batching)
+        self.batching = deferred_batching(self._aligned(self.batching), model, self._deferring)
         self.infer_batching = self._aligned(self.infer_batching)
         self.bucket_widths = bucket_widths_of(
             self.batching, self.placement.layout, self._shape_buckets
@@ -372,7 +379,7 @@ class PipelineEngine(Engine):
     def batched_by(self, options: BatchingOptions) -> Iterator[None]:
         """Take plans of other options than the engine's, to compare ways of cutting."""
         before = self.batching
-        self.batching = self._aligned(options)
+        self.batching = deferred_batching(self._aligned(options), self.model, self._deferring)
         check_combination(self.model, self.batching, self.objective, self.expert_shares)
         try:
             yield

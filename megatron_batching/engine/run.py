@@ -74,4 +74,5 @@ def run_replica(
         planned_shapes=planned_shapes,
         check_shapes=check_shapes,
         timers=recorder,
+        deferral=None if forward_only else plan.replicas[dp_rank].deferral,
     )

@@ -211,12 +211,14 @@ class FinishedStep:
     def events(self) -> list[Event]:
         """This rank's ops; closes the step in the log of messages, if there is one."""
         step, placement = self.prepared, self.prepared.settings.model.placement
+        replica = step.plan.replicas[placement.dp_rank]
         return self.recorder.events(
             step.plan.schedule(placement.dp_rank, forward_only=step.forward_only),
             pp_rank=placement.pp_rank,
             dp_rank=placement.dp_rank,
             origin=self.origin,
-            micro_batches=step.plan.replicas[placement.dp_rank].micro_batches,
+            micro_batches=replica.micro_batches,
+            deferral=None if step.forward_only else replica.deferral,
         )
 
 

@@ -93,7 +93,10 @@ def agree_on_step(
         )
         plan = choose_plan()
         agreed = AgreedStep(plan, mini_batch.counts())
-        rows = [[m.samples for m in replica.micro_batches] for replica in plan.replicas]
+        rows = [
+            ([m.samples for m in replica.micro_batches], replica.deferral)
+            for replica in plan.replicas
+        ]
         values = (
             plan.lengths,
             agreed.counts.tokens_per_sequence,

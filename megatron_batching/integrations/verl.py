@@ -32,6 +32,7 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngin
 
 from megatron_batching.data import Holdings, move_samples, restore_order, send_home
 from megatron_batching.data.all_to_all import gather
+from megatron_batching.engine.deferring import deferred_batching
 from megatron_batching.engine.run import run_replica
 from megatron_batching.integrations.verl_batch import (
     RowFormat,
@@ -250,6 +251,7 @@ class PlannedBatches:
             search_budget=settings.search_budget,
             forward_only=forward_only,
         )
+        options = deferred_batching(options, self._pipeline_model, settings.defer_weight_gradients)
         return plan_mini_batch(
             [max(whole.lengths)] * len(whole.lengths) if self._pads_to_longest else whole.lengths,
             layout,

@@ -14,7 +14,7 @@ from typing import get_args
 
 import yaml
 
-from megatron_batching.plan.options import Balance, Method, Oversize
+from megatron_batching.plan.options import Balance, Deferring, Method, Oversize, as_deferring
 from megatron_batching.schedules.files import check_choice, check_field_types, key_hint, parsing
 
 VARIABLE = "MEGATRON_BATCHING_CONFIG"
@@ -51,10 +51,15 @@ class VerlSettings:
     """Cost model: `tokens` (default), `verl`, or a file of coefficients."""
     planned_shapes: bool = True
     """Take pipeline shapes from the plan instead of exchanging them."""
+    defer_weight_gradients: Deferring = "auto"
+    """`auto`: plan gradients of weights into the gaps of the schedule, where the model is served;
+    `off`: leave each in its backward."""
     check_shapes: bool = False
     """Exchange them all the same and compare, for debugging."""
 
     def __post_init__(self) -> None:
+        deferring = as_deferring(self.defer_weight_gradients)
+        object.__setattr__(self, "defer_weight_gradients", deferring)
         # Choices first: `balance: off` is false in YAML, and the choices say more than "text" does.
         for name, choices in (
             ("method", Method),

@@ -37,7 +37,7 @@ Shape legend: s tokens of a row, b rows, h hidden size; a pipeline tensor is [s,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,9 @@ class PipelineCommunicator(P2PCommunicator):
     def __init__(self, pp_group: torch.distributed.ProcessGroup, config: ModelParallelConfig):
         super().__init__(pp_group, config)
         self._sending: dict[str, Any] = {}  # the request of the last send in each direction
+        self.before_receiving: Callable[[], None] | None = None
+        """Called right before the schedule waits for something to arrive."""
+        self._is_one_forward_one_backward = False
 
     def _communicate(
         self,
@@ -84,13 +87,15 @@ class PipelineCommunicator(P2PCommunicator):
                 tensor_shape=tensor_shape,
             )
             return received_prev, received_next, None
+        # 1F1B asks to wait for its sends at once; what it receives is all that it needs.
+        waits_here = self._is_one_forward_one_backward and not self.config.batch_p2p_comm
         received_prev, received_next, requests = super()._communicate(
             tensor_send_next=_alias(tensor_send_next),
             tensor_send_prev=_alias(tensor_send_prev),
             recv_prev=recv_prev,
             recv_next=recv_next,
             tensor_shape=tensor_shape,
-            wait_on_reqs=wait_on_reqs,
+            wait_on_reqs=wait_on_reqs and not waits_here,
         )
         if isinstance(requests, dict):
             for name in ("send_next", "send_prev"):
@@ -99,6 +104,13 @@ class PipelineCommunicator(P2PCommunicator):
                     self._sending[name], requests[name] = requests[name], _WaitedForHere()
                     if previous is not None:
                         previous.wait()
+            for name in ("recv_prev", "recv_next"):
+                if name in requests and self.before_receiving is not None:
+                    requests[name] = _Receive(requests[name], self.before_receiving)
+            if wait_on_reqs and waits_here:
+                for request in requests.values():
+                    request.wait()
+                requests = None
         return received_prev, received_next, requests
 
     def _must_split(self) -> bool:
@@ -140,6 +152,7 @@ class PlannedP2PCommunicator(PipelineCommunicator):
         super().__init__(pp_group, config)
         assert len(shapes) == schedule.num_micro_batches
         assert pp_group.size() == schedule.pp
+        self._is_one_forward_one_backward = schedule.vpp == 1
         self._planned = planned_transfers(schedule, pp_group.rank(), shapes, hidden_states)
 
     def _must_split(self) -> bool:
@@ -292,6 +305,18 @@ def pipeline_shapes(
                 + f"; set batching.align to a multiple of {divisor}"
             )
     return [(width // divisor, rows, hidden_size) for rows, width in shapes]
+
+
+class _Receive:
+    """A receive that has something done before anybody waits for it."""
+
+    def __init__(self, request: Any, before: Callable[[], None]) -> None:
+        self._request, self._before = request, before
+
+    def wait(self) -> None:
+        """Do it, then wait."""
+        self._before()
+        self._request.wait()
 
 
 class _WaitedForHere:

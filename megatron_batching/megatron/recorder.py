@@ -17,6 +17,7 @@ launches kernels.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -32,10 +33,11 @@ from megatron_batching.megatron.messages import (
     StepMessages,
 )
 from megatron_batching.megatron.p2p import planned_transfers
+from megatron_batching.megatron.weight_gradients import TIMER
 from megatron_batching.plan import MicroBatch
-from megatron_batching.schedules import Event, PipelineSchedule
+from megatron_batching.schedules import Deferral, Event, PipelineSchedule
 
-_KINDS = {"forward-compute": "F", "backward-compute": "B"}
+_KINDS = {"forward-compute": "F", "backward-compute": "B", TIMER: "W"}
 
 
 class _Timer:
@@ -118,6 +120,7 @@ class StepRecorder:
         dp_rank: int,
         origin: Any,
         micro_batches: Sequence[MicroBatch],
+        deferral: Deferral | None = None,
     ) -> list[Event]:
         """This rank's ops as timeline events, in op order; closes the step in the log of messages.
 
@@ -127,10 +130,15 @@ class StepRecorder:
             dp_rank: this rank's replica.
             origin: reading of `now` that becomes second 0.
             micro_batches: the replica's micro-batches in execution order.
+            deferral: which weight gradients ran when, where any were put off.
         """
+        ops = schedule.ops(pp_rank)
+        if deferral is not None:
+            # Adjoining pieces of one weight gradient were timed as one.
+            ops = tuple(op for op, _ in itertools.groupby(deferral.ops(schedule, pp_rank)))
         spans = {_KINDS[name]: iter(timer.spans) for name, timer in self._timers.items()}
         events = []
-        for op in schedule.ops(pp_rank):
+        for op in ops:
             start, end = next(spans[op.kind])
             micro_batch = micro_batches[op.micro_batch]
             events.append(

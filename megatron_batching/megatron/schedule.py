@@ -41,8 +41,9 @@ from megatron_batching.megatron.p2p import (
     pipeline_shapes,
 )
 from megatron_batching.megatron.recorder import StepRecorder
+from megatron_batching.megatron.weight_gradients import deferring, why_not_deferrable
 from megatron_batching.plan.stages import hidden_states_after
-from megatron_batching.schedules import PipelineSchedule
+from megatron_batching.schedules import Deferral, PipelineSchedule
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Any, Callable[[Any], Any]]]
 
@@ -62,6 +63,7 @@ def run_schedule(
     prefetch: bool = True,
     collect_non_loss_data: bool = False,
     timers: StepRecorder | None = None,
+    deferral: Deferral | None = None,
 ) -> list[Any]:
     """Run all micro-batches forward, and backward unless `schedule.forward_only`.
 
@@ -78,17 +80,17 @@ def run_schedule(
             planned, the schedule is interleaved and `overlap_p2p_comm` is on.
         collect_non_loss_data: keep what the loss function returns instead of a loss.
         timers: recorder in the place of Megatron's timers.
+        deferral: which weight gradients run when; without it none are put off.
 
     What this call puts into the config is taken out again, whatever happens.
 
     Returns:
-        What the loss function reported per micro-batch, in execution order; empty on all but
-        the last pipeline stage.
+        What the loss function reported, in execution order; empty on all but the last stage.
 
     Raises:
-        ValueError: schedule, iterators or shapes do not fit the model's layout.
+        ValueError: arguments do not fit the layout, or the model cannot put weight gradients off.
     """
-    _check_call(model, schedule, iterators=iterators, shapes=shapes)
+    _check_call(model, schedule, iterators=iterators, shapes=shapes, deferral=deferral)
     group = schedule.group
     settings = {} if group is None else {"microbatch_group_size_per_vp_stage": group}
     with model.in_place(timers=timers, **settings):
@@ -100,8 +102,7 @@ def run_schedule(
             is_planned=isinstance(communicator, PlannedP2PCommunicator),
             prefetch=prefetch and not check_shapes,
         )
-        watching = contextlib.nullcontext() if timers is None else timers.watching()
-        with model.in_place(**messages), watching:
+        with model.in_place(**messages), _helped(model, schedule, timers, deferral, communicator):
             reported = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 collect_non_loss_data=collect_non_loss_data,
@@ -112,12 +113,36 @@ def run_schedule(
     return reported
 
 
+@contextlib.contextmanager
+def _helped(
+    model: PipelineModel,
+    schedule: PipelineSchedule,
+    timers: StepRecorder | None,
+    deferral: Deferral | None,
+    communicator: PipelineCommunicator | None,
+) -> Iterator[None]:
+    """Inside, messages are noted if anything notes them, and weight gradients run where due.
+
+    They run before a rank waits for what it needs; without a communicator of ours, when the op
+    begins before which they are due.
+    """
+    with contextlib.ExitStack() as stack:
+        if timers is not None:
+            stack.enter_context(timers.watching())
+        if deferral is not None:
+            weights = stack.enter_context(deferring(model, schedule, deferral))
+            if communicator is not None:
+                communicator.before_receiving = weights.fill
+        yield
+
+
 def _check_call(
     model: PipelineModel,
     schedule: PipelineSchedule,
     *,
     iterators: Sequence[Any],
     shapes: Sequence[Any],
+    deferral: Deferral | None,
 ) -> None:
     layout = model.placement.layout
     if (schedule.pp, schedule.vpp) != (layout.pp, layout.vpp):
@@ -133,6 +158,12 @@ def _check_call(
     if len(shapes) != schedule.num_micro_batches:
         raise ValueError(
             f"{len(shapes)} shapes for {schedule.num_micro_batches} micro-batches; give one each"
+        )
+    reason = None if deferral is None else why_not_deferrable(model)
+    if reason is not None:
+        raise ValueError(
+            f"deferral is given, but weight gradients of this model cannot be put off: {reason}; "
+            "leave it out, or plan with defer_weight_gradients=False"
         )
 
 
@@ -189,7 +220,10 @@ def _message_settings(model: PipelineModel, *, is_planned: bool, prefetch: bool)
         _warn_about_one_communicator()
         early = False
     waits = config.batch_p2p_sync and not is_planned
-    return dict(overlap_p2p_comm_warmup_flush=early, batch_p2p_sync=waits)
+    # Batched messages of one call end together, so that a rank that waits for what it receives
+    # waits until its own send has been taken, too. The interleaved schedule batches none.
+    batched = config.batch_p2p_comm and not (is_planned and not _has_one_communicator())
+    return dict(overlap_p2p_comm_warmup_flush=early, batch_p2p_sync=waits, batch_p2p_comm=batched)
 
 
 def _call_arguments(

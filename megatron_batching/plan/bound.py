@@ -4,8 +4,10 @@ Two reasons bound a step. Work: some rank is busy for its share of all samples, 
 the shortest possible micro-batch to reach it and before the shortest one has travelled back from
 it. Trip: a sample passes every stage forward and backward, and every other sample of its replica
 passes the first stage forward before, or backward after (`schedules.bounds.trip_bound` has the
-proof). The bound is proven, so its distance to a plan's time is at most what a better search could
-gain; but for the trip it ignores that samples cannot be cut, so it is not always reached.
+proof). Where weight gradients may run apart, they are part of the work, but neither of a trip nor
+of what must follow a rank's work. The bound is proven, so its distance to a plan's time is at most
+what a better search could gain; but for the trip it ignores that samples cannot be cut, so it is
+not always reached.
 """
 
 from __future__ import annotations
@@ -48,16 +50,20 @@ def _work(problem: PackingProblem, layout: Layout, options: BatchingOptions, cou
     if problem.forward_only:
         tail = np.concatenate([[0.0], np.cumsum(forward[::-1][: pp - 1])])[::-1]
     else:
-        tail = np.concatenate([[0.0], np.cumsum(weigh(smallest, model.backward)[: pp - 1])])
-    return float((head + _rank_work(problem, work, pp) / layout.dp + tail).max())
+        back = weigh(smallest, model.backward - _put_off(problem))
+        tail = np.concatenate([[0.0], np.cumsum(back[: pp - 1])])
+    whole = head + _rank_work(problem, work, pp) / layout.dp
+    if not problem.deferred:
+        return float((whole + tail).max())
+    later = weigh(work, _put_off(problem)).reshape(-1, pp).sum(axis=0) / layout.dp
+    return float(np.maximum(whole, whole - later + tail).max())
 
 
 def _trip(problem: PackingProblem, layout: Layout, count: int) -> float:
     """The best over all items of their trip and the passing of others, at least `count` in all."""
-    model, whole = problem.model, _per_stage(problem).sum(0)
-    ends = np.stack(
-        [model.forward[0], model.forward[-1] if problem.forward_only else model.backward[0]]
-    )
+    model, whole = problem.model, (_per_stage(problem) - _put_off(problem)).sum(0)
+    backward = model.backward - _put_off(problem)
+    ends = np.stack([model.forward[0], model.forward[-1] if problem.forward_only else backward[0]])
     trips = weigh(problem.alone, whole[None])[:, 0]
     passing = weigh(problem.alone, ends).min(axis=1)
     # The overhead of the item's micro-batch, and of those that pass it.
@@ -88,6 +94,12 @@ def _per_stage(problem: PackingProblem) -> np.ndarray:
     """[S, 3] coefficients of all that a stage does for a micro-batch."""
     model = problem.model
     return model.forward if problem.forward_only else model.forward + model.backward
+
+
+def _put_off(problem: PackingProblem) -> np.ndarray:
+    """[S, 3] coefficients of what a stage may do later; zero where nothing is put off."""
+    weight = problem.model.weight_gradient if problem.deferred else None
+    return np.zeros_like(problem.model.backward) if weight is None else weight
 
 
 def _rank_work(problem: PackingProblem, features: np.ndarray, pp: int) -> np.ndarray:

@@ -55,11 +55,16 @@ class CostModel:
     """[S, 3], time units per feature."""
     backward: np.ndarray
     """[S, 3], time units per feature."""
+    weight_gradient: np.ndarray | None = None
+    """[S, 3], the part of `backward` that may run later: the products that give the gradients of
+    weights. None where it is not known; plans then put no weight gradient off."""
     unit: str = "token"
     """What one unit of time is: `s`, `FLOP`, or a relative one."""
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
+        for name in ("forward", "backward", "weight_gradient"):
+            if name == "weight_gradient" and self.weight_gradient is None:
+                continue
             array = np.array(getattr(self, name), dtype=np.float64)
             if array.ndim != 2 or array.shape[1] != NUM_FEATURES or not len(array):
                 raise ValueError(
@@ -75,6 +80,14 @@ class CostModel:
                 f"forward has {len(self.forward)} stages and backward {len(self.backward)}: "
                 "give both for the same stages"
             )
+        weight = self.weight_gradient
+        if weight is not None and (
+            weight.shape != self.backward.shape or (weight > self.backward).any()
+        ):
+            raise ValueError(
+                "weight_gradient must be a part of backward: as many stages, and no coefficient "
+                "above backward's"
+            )
         if not self.forward[:, 1:].any():
             raise ValueError("forward must cost something per token or per token pair")
 
@@ -84,10 +97,19 @@ class CostModel:
             and self.unit == other.unit
             and np.array_equal(self.forward, other.forward)
             and np.array_equal(self.backward, other.backward)
+            and (self.weight_gradient is None) == (other.weight_gradient is None)
+            and np.array_equal(self._weight_gradient, other._weight_gradient)
         )
 
     def __hash__(self) -> int:
-        return hash((self.unit, self.forward.tobytes(), self.backward.tobytes()))
+        weight = self._weight_gradient.tobytes()
+        return hash((self.unit, self.forward.tobytes(), self.backward.tobytes(), weight))
+
+    @property
+    def _weight_gradient(self) -> np.ndarray:
+        return (
+            np.zeros_like(self.backward) if self.weight_gradient is None else self.weight_gradient
+        )
 
     @property
     def num_virtual_stages(self) -> int:
@@ -97,6 +119,26 @@ class CostModel:
     def times(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward time at each stage: features [..., 3] to two arrays [..., S]."""
         return weigh(features, self.forward), weigh(features, self.backward)
+
+    def weight_gradient_times(self, features: np.ndarray) -> np.ndarray:
+        """The part of the backward time that may run later: features [..., 3] to [..., S]."""
+        return weigh(features, self._weight_gradient)
+
+    def scaled(self, factor: float, *, unit: str, op_time: float = 0.0) -> CostModel:
+        """Every time multiplied, and `op_time` in the new unit added to each forward and backward.
+
+        >>> model = CostModel(forward=[[0.0, 1.0, 0.0]], backward=[[0.0, 2.0, 0.0]])
+        >>> model.scaled(0.5, unit="s", op_time=0.1).backward.tolist()
+        [[0.1, 1.0, 0.0]]
+        """
+        extra = [op_time, 0.0, 0.0]
+        weight = self.weight_gradient
+        return CostModel(
+            forward=factor * self.forward + extra,
+            backward=factor * self.backward + extra,
+            weight_gradient=None if weight is None else factor * weight,
+            unit=unit,
+        )
 
     def load(self, features: np.ndarray, forward_only: bool = False) -> np.ndarray:
         """Time on all stages together: features [..., 3] to [...]."""
@@ -113,31 +155,35 @@ class CostModel:
 
     def to_json(self) -> dict[str, Any]:
         """The model as plain numbers; `from_json` reads it back."""
+        weight = self.weight_gradient
         return {
             "unit": self.unit,
             "forward": self.forward.tolist(),
             "backward": self.backward.tolist(),
+            **({} if weight is None else {"weight_gradient": weight.tolist()}),
         }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> CostModel:
         """Read what `to_json` wrote; ValueError when a key is missing or unknown."""
-        unknown = sorted(set(map(str, value)) - {"unit", "forward", "backward"})
+        arrays = ("forward", "backward", "weight_gradient")
+        unknown = sorted(set(map(str, value)) - {"unit", *arrays})
         missing = sorted({"forward", "backward"} - set(value))
         if unknown or missing:
             raise ValueError(
-                f"cost model JSON has unknown keys {unknown} and lacks {missing}: "
-                "it needs forward and backward, each [virtual stages][3], and may have unit"
+                f"cost model JSON has unknown keys {unknown} and lacks {missing}: it needs forward "
+                "and backward, each [virtual stages][3], and may have weight_gradient and unit"
             )
         try:
-            forward, backward = (
-                np.array(entry(value, name, list), dtype=np.float64)
-                for name in ("forward", "backward")
-            )
+            coefficients = {
+                name: np.array(entry(value, name, list), dtype=np.float64)
+                for name in arrays
+                if name in value
+            }
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"cost model JSON: {one_line(error)}") from None
         unit = entry({"unit": "token", **value}, "unit", str)
-        return cls(forward=forward, backward=backward, unit=unit)
+        return cls(**coefficients, unit=unit)
 
 
 def weigh(features: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
@@ -174,7 +220,8 @@ def uniform_cost_model(
 
     The default, for when nothing is known of the model, counts tokens and charges each micro-batch
     the overhead of reading the weights once. All stages are alike, unless shares tells the work of
-    each in proportion, such as its number of layers.
+    each in proportion, such as its number of layers. A backward takes twice the forward; the half
+    of it that is not attention (pairs) is the gradient of the weights.
 
     >>> uniform_cost_model(Layout(pp=2)).forward[0]
     array([128. ,   0.5,   0. ])
@@ -190,7 +237,12 @@ def uniform_cost_model(
         raise ValueError(f"shares={list(shares)} must be {stages} numbers, one a virtual stage")
     own = np.ones(stages) if shares is None else np.array(shares, dtype=np.float64)
     forward = np.outer(own / own.sum(), [overhead, per_token, per_pair])
-    return CostModel(forward=forward, backward=BACKWARD_OVER_FORWARD * forward, unit=unit)
+    return CostModel(
+        forward=forward,
+        backward=BACKWARD_OVER_FORWARD * forward,
+        weight_gradient=forward * [1.0, 1.0, 0.0],
+        unit=unit,
+    )
 
 
 def verl_cost_model(layout: Layout, *, shares: Sequence[float] | None = None) -> CostModel:

@@ -9,6 +9,9 @@ communication inside a layer (with experts the all-to-all before and after them)
 than peak. `megatron-batching calibrate` measures those; ratios between stages and lengths, which
 decide a plan, are mostly right without.
 
+The gradient of a weight is one product like the forward's and may run later than the rest of the
+backward; attention scores have no weights, and what recompute does again belongs to the rest.
+
 Experts are taken to be used evenly. Then each rank computes as much for them as for its own
 micro-batch, whatever ep is; what ep and etp change is how many of their weights it reads.
 
@@ -68,13 +71,14 @@ def transformer_cost_model(
     check_positive("vocab_size", vocab_size)
     _check_expert_ranks(config, layout)
     stages = _stages(config, layout, layers_per_stage)
-    forward, backward = _stage_flops(config, stages, vocab_size, layout)
+    forward, backward, weight = _stage_flops(config, stages, vocab_size, layout)
     scale = layout.tp * layout.cp * (flops_per_second or 1.0)
     # cp shares the tokens of a micro-batch, but each of its ranks reads all weights.
     shares = np.array([layout.cp, 1.0, 1.0]) / scale
     return CostModel(
         forward=forward * shares,
         backward=backward * shares,
+        weight_gradient=weight * shares,
         unit="s" if flops_per_second else "FLOP",
     )
 
@@ -95,12 +99,13 @@ def _check_expert_ranks(config: Any, layout: Layout) -> None:
 
 def _stage_flops(
     config: Any, stages: Sequence[Stage], vocab_size: int, layout: Layout
-) -> tuple[np.ndarray, np.ndarray]:
-    """[S, 3] forward and backward FLOP of whole stages, on one rank."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[S, 3] FLOP of whole stages, on one rank: forward, backward, weight gradients in it."""
     hidden = config.hidden_size
     projected = _value(config, "kv_channels", hidden // config.num_attention_heads)
     projected *= config.num_attention_heads
     forward = np.zeros((len(stages), 3))
+    weight = np.zeros_like(forward)
     other = np.zeros_like(forward)  # of the backward: done again, or not done twice
     first = 0
     for number, stage in enumerate(stages):
@@ -116,11 +121,12 @@ def _stage_flops(
             passes = 1 + sum(stage.mtp_layers for stage in stages)
             head = 2.0 * hidden * vocab_size
             forward[number] += [OVERHEAD_TOKENS * head, passes * head, 0.0]
+        weight[number] = forward[number] * [1.0, 1.0, 0.0]
         copied = EMBEDDING_BYTES * FLOP_PER_BYTE * hidden
         copied *= stage.has_embedding + stage.mtp_layers
         forward[number, 1] += copied
         other[number, 1] -= (BACKWARD_OVER_FORWARD - 1) * copied
-    return forward, BACKWARD_OVER_FORWARD * forward + other
+    return forward, BACKWARD_OVER_FORWARD * forward + other, weight
 
 
 def _layer(config: Any, index: int, projected: int, layout: Layout) -> tuple[float, float, float]:

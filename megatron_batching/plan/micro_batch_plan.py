@@ -31,6 +31,7 @@ from megatron_batching.plan.predict import (
 )
 from megatron_batching.schedules import (
     Communication,
+    Deferral,
     PipelineSchedule,
     Simulation,
     StageTimes,
@@ -60,6 +61,8 @@ class ReplicaPlan:
     """Data-parallel rank."""
     micro_batches: tuple[MicroBatch, ...]
     """In the order in which the schedule numbers them."""
+    deferral: Deferral | None = None
+    """Where weight gradients run; None where each runs inside its backward."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -163,12 +166,13 @@ class MicroBatchPlan:
         linked = self.layout.linked_replicas
         first = dp_rank - dp_rank % linked
         features = [self.features(rank) for rank in range(first, first + linked)]
-        [(forward, backward)] = linked_times(model, self.layout, features)
+        [(forward, backward, weight)] = linked_times(model, self.layout, features)
         return simulate(
             self.schedule(dp_rank),
-            StageTimes(forward=forward, backward=backward),
+            StageTimes(forward=forward, backward=backward, weight_gradient=weight),
             communication,
             [batch.tokens for batch in self.replicas[dp_rank].micro_batches],
+            self.replicas[dp_rank].deferral,
         )
 
     def step_time(self, model: CostModel, communication: Communication = COMMUNICATION) -> float:
@@ -182,6 +186,7 @@ class MicroBatchPlan:
             self.group,
             [self.features(replica.dp_rank) for replica in self.replicas],
             forward_only=self.options.forward_only,
+            deferrals=[replica.deferral for replica in self.replicas],
             communication=communication,
         )
 
@@ -206,6 +211,7 @@ class MicroBatchPlan:
         place: dict[int, tuple[int, int]] = {}
         for replica in self.replicas:
             self._validate_count(replica)
+            self._validate_deferral(replica)
             for number, batch in enumerate(replica.micro_batches):
                 name = f"micro-batch {number} of dp rank {replica.dp_rank}"
                 self._validate_batch(name, batch, items)
@@ -222,6 +228,24 @@ class MicroBatchPlan:
         if options.balance == "none" and self.num_moved:
             raise ValueError(f"{self.num_moved} samples left their owner under balance='none'")
         self._validate_same_counts()
+        deferring = [replica.deferral is not None for replica in self.replicas]
+        if len(set(deferring)) > 1:
+            raise ValueError(
+                f"dp rank {deferring.index(True)} puts weight gradients off and dp rank "
+                f"{deferring.index(False)} does not: replicas reduce gradients together, so all "
+                "must or none"
+            )
+
+    def _validate_deferral(self, replica: ReplicaPlan) -> None:
+        if replica.deferral is None:
+            return
+        where = f"dp rank {replica.dp_rank} puts weight gradients off"
+        if not self.options.defers(self.layout):
+            raise ValueError(f"{where}, which its options do not ask for")
+        try:
+            replica.deferral.check(self.schedule(replica.dp_rank))
+        except ValueError as error:
+            raise ValueError(f"{where}, not in its schedule: {one_line(error)}") from None
 
     def _validate_same_counts(self) -> None:
         counts = [replica.num_micro_batches for replica in self.replicas]
@@ -290,6 +314,7 @@ class MicroBatchPlan:
                         {"samples": list(b.samples), "tokens": b.tokens, "dummy": b.dummy}
                         for b in replica.micro_batches
                     ],
+                    **_deferral_as_values(replica.deferral),
                 }
                 for replica in self.replicas
             ],
@@ -387,7 +412,29 @@ def _read_replica(value: dict[str, Any]) -> ReplicaPlan:
         )
         for batch in entry(value, "micro_batches", list)
     )
-    return ReplicaPlan(dp_rank=entry(value, "dp_rank", int), micro_batches=batches)
+    return ReplicaPlan(
+        dp_rank=entry(value, "dp_rank", int),
+        micro_batches=batches,
+        deferral=_read_deferral(value.get("weight_gradients")),
+    )
+
+
+def _deferral_as_values(deferral: Deferral | None) -> dict[str, Any]:
+    """The entry of a replica, if it puts weight gradients off."""
+    if deferral is None:
+        return {}
+    counts = [list(row) for row in deferral.counts]
+    return {"weight_gradients": {"num_pieces": deferral.num_pieces, "counts": counts}}
+
+
+def _read_deferral(value: dict[str, Any] | None) -> Deferral | None:
+    if value is None:
+        return None
+    rows = entry(value, "counts", list)
+    return Deferral(
+        num_pieces=entry(value, "num_pieces", int),
+        counts=tuple(entries({"counts": row}, "counts", int) for row in rows),
+    )
 
 
 def _read_prediction(value: dict[str, Any]) -> Prediction:

@@ -20,6 +20,8 @@ Packing = Literal["packed", "padded"]
 Oversize = Literal["error", "alone"]
 Balance = Literal["replicas", "none"]
 Method = Literal["search", "baseline"]
+Deferring = Literal["auto", "off"]
+"""What engines do with weight gradients: put them off where the model is served, or never."""
 
 
 def as_groups(groups: Any) -> int | tuple[int, ...] | None:
@@ -39,6 +41,18 @@ def as_groups(groups: Any) -> int | tuple[int, ...] | None:
             "id for each sample"
         ) from None
     return ids
+
+
+def as_deferring(value: object, name: str = "defer_weight_gradients") -> Deferring:
+    """The setting; YAML reads `off` as false, which is taken for what was written.
+
+    >>> as_deferring(False), as_deferring("auto")
+    ('off', 'auto')
+    """
+    if value is False or value == "False":
+        return "off"
+    check_choice(name, value, get_args(Deferring))
+    return "auto" if value == "auto" else "off"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +97,13 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
     """Most candidate plans of one replica to simulate; None chooses by the size of the job."""
     forward_only: bool = False
     """Plan for a pass without backward (evaluation, log-probabilities)."""
+    defer_weight_gradients: bool = False
+    """Compute gradients of weights in the gaps of the schedule, where the cost model tells how long
+    they take and the step gets shorter. A pass without backward has none."""
+    max_tokens_in_flight: int | None = None
+    """With deferral: tokens that a rank may hold between forward and weight gradient, a chunk of
+    vpp counting 1 / vpp of its tokens. By default the most that any rank holds without deferral;
+    ranks that hold more without it put nothing off meanwhile."""
 
     def __post_init__(self) -> None:
         sizes = ("max_tokens_per_micro_batch", "max_tokens_per_gpu", "micro_batch_size")
@@ -94,7 +115,17 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
                 f"pass exactly one of {', '.join(sizes[:2])} and {sizes[2]}, "
                 f"not {', '.join(given) or 'none'}"
             )
-        counts = ("min_num_micro_batches", "max_num_micro_batches", "search_budget")
+        if self.max_tokens_in_flight is not None and not self.defer_weight_gradients:
+            raise ValueError(
+                f"max_tokens_in_flight={self.max_tokens_in_flight} without "
+                "defer_weight_gradients: it limits what is put off; set defer_weight_gradients too"
+            )
+        counts = (
+            "min_num_micro_batches",
+            "max_num_micro_batches",
+            "search_budget",
+            "max_tokens_in_flight",
+        )
         for name in (*sizes, *counts):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
@@ -103,7 +134,7 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
         check_choice("oversize", self.oversize, get_args(Oversize))
         check_choice("balance", self.balance, get_args(Balance))
         check_choice("method", self.method, get_args(Method))
-        for name in ("same_count", "forward_only"):
+        for name in ("same_count", "forward_only", "defer_weight_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         low, high = self.min_num_micro_batches, self.max_num_micro_batches
@@ -118,6 +149,10 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
         if self.max_tokens_per_gpu is not None:
             return self.max_tokens_per_gpu * layout.cp
         return self.max_tokens_per_micro_batch
+
+    def defers(self, layout: Layout) -> bool:
+        """Whether weight gradients are put off: there must be a backward, and gaps to fill."""
+        return self.defer_weight_gradients and not self.forward_only and layout.pp > 1
 
     def alignment(self, layout: Layout) -> int:
         """Multiple to which each sample is padded: `align`, and 2 cp where cp > 1.

@@ -7,6 +7,7 @@ A packing is a tuple of item-index arrays in execution order; an empty array is 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -58,6 +59,8 @@ class PackingProblem:
         self.layout = layout
         self.model = model
         self.forward_only = options.forward_only
+        self.deferred = options.defers(layout) and model.weight_gradient is not None
+        """Whether weight gradients may run in the gaps of the schedule."""
         self.padded = options.packing == "padded"
         self.dummy_tokens = options.alignment(layout)
         self.count_is_limited = options.max_num_micro_batches is not None
@@ -73,6 +76,14 @@ class PackingProblem:
         """[I, 3] features that an item adds when it shares no padding, without the overhead."""
         self.costs = model.load(self.alone, self.forward_only)
         """[I] time of an item on all stages together, without the overhead."""
+
+    def judged(self, deferred: bool) -> PackingProblem:
+        """The same problem, with or without weight gradients in the gaps."""
+        if deferred == self.deferred:
+            return self
+        other = copy.copy(self)
+        other.deferred = deferred
+        return other
 
     def features(self, packing: Packing) -> np.ndarray:
         """[M, 3] features of the micro-batches, in order."""
@@ -116,6 +127,7 @@ class PackingProblem:
             group,
             features,
             forward_only=self.forward_only,
+            deferred=self.deferred,
             beside=beside,
         )
 

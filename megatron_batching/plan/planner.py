@@ -23,8 +23,15 @@ from megatron_batching.plan.micro_batch_plan import MicroBatch, MicroBatchPlan, 
 from megatron_batching.plan.options import BatchingOptions
 from megatron_batching.plan.pack import Packing, PackingProblem
 from megatron_batching.plan.padding import padded_lengths
-from megatron_batching.plan.predict import Prediction, predict
+from megatron_batching.plan.predict import (
+    Prediction,
+    find_deferrals,
+    least_deferred_step_time,
+    predict,
+    slowest_step_time,
+)
 from megatron_batching.plan.search import Search
+from megatron_batching.schedules import Deferral
 from megatron_batching.schedules.files import shortened
 
 # Stands in until rows that were cut elsewhere are known to be legal, which simulating needs.
@@ -35,6 +42,9 @@ _NOT_YET = Prediction(
     bubble_fraction=math.nan,
     peak_tokens_in_flight=(),
 )
+
+
+_Found = tuple[int | None, list[Packing], list[Deferral | None]]
 
 
 def plan_mini_batch(
@@ -65,8 +75,8 @@ def plan_mini_batch(
     started = time.perf_counter()
     problem = _problem(lengths, layout, options, cost_model, owners)
     items = problem.items
-    search = Search(problem, layout, options)
-    group, packings = search.run()
+    bound = max(lower_bounds(problem, layout, options))
+    step_time, (group, packings, deferrals) = _search(problem, layout, options)
     return MicroBatchPlan(
         layout=layout,
         options=options,
@@ -74,15 +84,18 @@ def plan_mini_batch(
         lengths=items.lengths,
         owners=items.owners,
         replicas=tuple(
-            _replica(rank, packing, problem, items) for rank, packing in enumerate(packings)
+            replace(_replica(rank, packing, problem, items), deferral=deferrals[rank])
+            for rank, packing in enumerate(packings)
         ),
         predicted=predict(
             problem.model,
             layout,
             group,
             [problem.features(packing) for packing in packings],
-            search.bound,
+            bound,
             forward_only=options.forward_only,
+            deferrals=deferrals,
+            step_time=step_time,
         ),
         planning_seconds=time.perf_counter() - started,
     )
@@ -133,15 +146,30 @@ def plan_from_rows(
         predicted=_NOT_YET,
     )
     plan.validate()
+    plan = _judged(plan, problem)
+    return replace(plan, planning_seconds=time.perf_counter() - started)
+
+
+def _judged(plan: MicroBatchPlan, problem: PackingProblem) -> MicroBatchPlan:
+    """The plan with what the simulator says of it, and its weight gradients where they run best."""
+    layout, options = plan.layout, plan.options
+    features = [plan.features(replica.dp_rank) for replica in plan.replicas]
+    deferrals, step_time = _deferrals(problem, options, plan.group, features)
     predicted = predict(
         problem.model,
         layout,
-        group,
-        [plan.features(replica.dp_rank) for replica in plan.replicas],
+        plan.group,
+        features,
         max(lower_bounds(problem, layout, options)),
         forward_only=options.forward_only,
+        deferrals=deferrals,
+        step_time=step_time,
     )
-    return replace(plan, predicted=predicted, planning_seconds=time.perf_counter() - started)
+    replicas = tuple(
+        replace(replica, deferral=deferral)
+        for replica, deferral in zip(plan.replicas, deferrals, strict=True)
+    )
+    return replace(plan, replicas=replicas, predicted=predicted)
 
 
 def lower_bounds_of(
@@ -190,6 +218,41 @@ def _problem(
     model = cost_model if cost_model is not None else uniform_cost_model(layout)
     model.check_layout(layout)
     return PackingProblem(gather_items(lengths, layout, options, owners), layout, options, model)
+
+
+def _search(
+    problem: PackingProblem, layout: Layout, options: BatchingOptions
+) -> tuple[float, _Found]:
+    """Step time, and: group, packing of each replica, and where its weight gradients run.
+
+    With weight gradients in the gaps other cuts are best, but the search only estimates how well
+    they fill; so the best cut without them is tried too, and with them is never slower.
+    """
+    tried: list[tuple[float, _Found]] = []
+    for deferred in (True, False) if problem.deferred else (False,):
+        group, packings = Search(problem.judged(deferred), layout, options).run()
+        features = [problem.features(packing) for packing in packings]
+        if tried:
+            least = least_deferred_step_time(problem.model, layout, group, features)
+            if least >= tried[0][0]:
+                break
+        deferrals, step_time = _deferrals(problem, options, group, features)
+        tried.append((step_time, (group, packings, deferrals)))
+    return min(tried, key=lambda found: found[0])
+
+
+def _deferrals(
+    problem: PackingProblem,
+    options: BatchingOptions,
+    group: int | None,
+    features: Sequence[np.ndarray],
+) -> tuple[list[Deferral | None], float]:
+    """Of each replica, where its weight gradients run, and the step; features [M, 3] of each."""
+    model, layout = problem.model, problem.layout
+    if problem.deferred:
+        return find_deferrals(model, layout, group, features, options.max_tokens_in_flight)
+    step_time = slowest_step_time(model, layout, group, features, forward_only=options.forward_only)
+    return [None] * len(features), step_time
 
 
 def _replicas_of_rows(

@@ -21,10 +21,22 @@ import numpy as np
 
 from megatron_batching.plan.cost import CostModel
 from megatron_batching.plan.layout import Layout
-from megatron_batching.schedules import Communication, PipelineSchedule, simulate_many
+from megatron_batching.schedules import (
+    Communication,
+    Deferral,
+    PipelineSchedule,
+    StageTimes,
+    fill_gaps,
+    peak_tokens_in_flight,
+    simulate,
+    simulate_many,
+    simulate_many_deferred,
+)
 
-# What `run_schedule` does: shapes planned, receives posted ahead. Messages take no time.
-COMMUNICATION = Communication(overlap_warmup_flush=True)
+LEAST_GAIN = 1e-3  # relative; weight gradients stay where they are for less
+# What `run_schedule` does: shapes planned, receives posted ahead, sends of 1F1B not waited for at
+# once. Messages take no time.
+COMMUNICATION = Communication(overlap_warmup_flush=True, overlap_sends=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +52,8 @@ class Prediction:
     bubble_fraction: float
     """Share of the ranks' time, up to the slowest replica's end, in which they do nothing."""
     peak_tokens_in_flight: tuple[float, ...]
-    """For each pp rank: most tokens between forward and backward, over the replicas; a chunk of
-    vpp counts 1 / vpp of its tokens."""
+    """For each pp rank: most tokens between forward and backward, or, where that is put off, weight
+    gradient, over the replicas; a chunk of vpp counts 1 / vpp of its tokens."""
     unit: str = "token"
     """The cost model's unit of time."""
 
@@ -66,6 +78,7 @@ def step_times(
     features: np.ndarray,
     *,
     forward_only: bool,
+    deferred: bool = False,
     beside: Sequence[np.ndarray] = (),
 ) -> np.ndarray:
     """[C] simulated step time of candidates of one replica.
@@ -76,14 +89,27 @@ def step_times(
         group: of the step; None without vpp.
         features: [C, M, 3], in execution order.
         forward_only: the pass has no backward.
+        deferred: weight gradients run in gaps; they are taken to fill them as sand does, which a
+            real filling comes close to.
         beside: [M, 3] or [C, M, 3] of each replica that meets this one in MoE layers.
     """
     schedule = make_schedule(layout, group, features.shape[1], forward_only=forward_only)
-    forward, backward = model.times(features)
-    for rows in beside:
-        longest = model.times(rows)
-        forward, backward = np.maximum(forward, longest[0]), np.maximum(backward, longest[1])
+    forward, backward, weight_gradient = _op_times(model, features)
+    for rows in beside:  # of one candidate, or of each: broadcast one by one
+        forward, backward, weight_gradient = (
+            np.maximum(longest, of)
+            for longest, of in zip(
+                (forward, backward, weight_gradient), _op_times(model, rows), strict=True
+            )
+        )
+    if deferred:
+        return simulate_many_deferred(schedule, forward, backward, weight_gradient, COMMUNICATION)
     return simulate_many(schedule, forward, backward, COMMUNICATION)
+
+
+def _op_times(model: CostModel, features: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Times of forward, backward, and the weight gradients in it: features [..., 3] to [..., S]."""
+    return (*model.times(features), model.weight_gradient_times(features))
 
 
 def by_count(replicas: Sequence[np.ndarray], axis: int = 0) -> list[np.ndarray]:
@@ -104,18 +130,92 @@ def by_count(replicas: Sequence[np.ndarray], axis: int = 0) -> list[np.ndarray]:
 def linked_times(
     model: CostModel, layout: Layout, features: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """[2, M, S] forward and backward times, one for all replicas that meet in MoE layers.
+    """[3, M, S] times of forward, backward, and the weight gradients in it.
+
+    One for all replicas that meet in MoE layers.
 
     Args:
         model: times of the features.
         layout: tells which replicas do.
         features: [M, 3] of each replica, M the same for those that meet.
     """
-    times = [np.stack(model.times(rows)) for rows in features]
+    times = [np.stack(_op_times(model, rows)) for rows in features]
     linked = layout.linked_replicas
     if linked == 1:
         return times
     return [np.stack(times[i : i + linked]).max(axis=0) for i in range(0, len(times), linked)]
+
+
+def find_deferrals(
+    model: CostModel,
+    layout: Layout,
+    group: int | None,
+    features: Sequence[np.ndarray],
+    max_tokens_in_flight: int | None,
+) -> tuple[list[Deferral | None], float]:
+    """For each replica where its weight gradients run, and the step of the slowest one then.
+
+    None for all if putting off gains nothing.
+
+    A replica that gains nothing beside one that does runs each right after its backward: while
+    weight gradients are put off, replicas start to reduce gradients in another order than without.
+
+    Args:
+        model: times of the features.
+        layout: sizes of the run.
+        group: of the step; None without vpp.
+        features: [M, 3] of each replica, in execution order.
+        max_tokens_in_flight: see `BatchingOptions`.
+    """
+    linked = layout.linked_replicas
+    blocks = linked_times(model, layout, features)
+    estimates = _estimates(layout, group, blocks)
+    found: list[Deferral | None] = [None] * len(blocks)
+    gains, slowest, plainest = False, 0.0, 0.0
+    # The slowest replica sets the step: the others need not be faster than it.
+    for block in np.argsort(-estimates, kind="stable"):
+        forward, backward, weight = blocks[block]
+        schedule = make_schedule(layout, group, forward.shape[0], forward_only=False)
+        held = [rows[:, 1] for rows in features[block * linked : (block + 1) * linked]]
+        times = StageTimes(forward=forward, backward=backward, weight_gradient=weight)
+        filling = fill_gaps(
+            schedule,
+            times,
+            COMMUNICATION,
+            np.max(held, axis=0),
+            limit=max_tokens_in_flight,
+            enough=slowest,
+        )
+        [plain] = simulate_many(schedule, forward[None], backward[None], COMMUNICATION)
+        step_time, deferral = filling.step_time, filling.deferral
+        if step_time >= plain * (1 - LEAST_GAIN):
+            deferral = Deferral.at_once(schedule)
+            step_time = simulate(schedule, times, COMMUNICATION, deferral=deferral).step_time
+        else:
+            gains = True
+        found[block] = deferral
+        slowest, plainest = max(slowest, step_time), max(plainest, float(plain))
+    if not gains:
+        return [None] * layout.dp, plainest
+    return [of_block for of_block in found for _ in range(linked)], slowest
+
+
+def least_deferred_step_time(
+    model: CostModel, layout: Layout, group: int | None, features: Sequence[np.ndarray]
+) -> float:
+    """What no deferral of these micro-batches makes the step of the slowest replica beat."""
+    return float(_estimates(layout, group, linked_times(model, layout, features)).max())
+
+
+def _estimates(layout: Layout, group: int | None, blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """Step times if weight gradients filled gaps as sand does; blocks [3, M, S] each."""
+    found = np.empty(len(blocks))
+    for count in {of.shape[1] for of in blocks}:
+        chosen = [i for i, of in enumerate(blocks) if of.shape[1] == count]
+        schedule = make_schedule(layout, group, count, forward_only=False)
+        stacked = np.stack([blocks[i] for i in chosen], axis=1)
+        found[chosen] = simulate_many_deferred(schedule, *stacked, COMMUNICATION)
+    return found
 
 
 def slowest_step_time(
@@ -125,10 +225,34 @@ def slowest_step_time(
     features: Sequence[np.ndarray],
     *,
     forward_only: bool,
+    deferrals: Sequence[Deferral | None] | None = None,
     communication: Communication = COMMUNICATION,
 ) -> float:
-    """Simulated step of the slowest replica; features [M, 3] of each, M may differ."""
-    return max(
+    """Simulated step of the slowest replica; features [M, 3] of each, M may differ.
+
+    Args:
+        model: times of the features.
+        layout: sizes of the run.
+        group: of the step; None without vpp.
+        features: [M, 3] of each replica, in execution order.
+        forward_only: the pass has no backward.
+        deferrals: of each replica; none by default.
+        communication: how ranks exchange tensors.
+    """
+    times = linked_times(model, layout, features)
+    chosen = [None] * len(times) if deferrals is None else deferrals[:: layout.linked_replicas]
+    apart = [
+        simulate(
+            make_schedule(layout, group, of.shape[1], forward_only=False),
+            StageTimes(forward=of[0], backward=of[1], weight_gradient=of[2]),
+            communication,
+            deferral=deferral,
+        ).step_time
+        for of, deferral in zip(times, chosen, strict=True)
+        if deferral is not None
+    ]
+    whole = [of for of, deferral in zip(times, chosen, strict=True) if deferral is None]
+    together = [
         float(
             simulate_many(
                 make_schedule(layout, group, stacked.shape[2], forward_only=forward_only),
@@ -137,8 +261,9 @@ def slowest_step_time(
                 communication,
             ).max()
         )
-        for stacked in by_count(linked_times(model, layout, features), axis=1)
-    )
+        for stacked in by_count(whole, axis=1)
+    ]
+    return max(apart + together)
 
 
 def predict(
@@ -149,6 +274,8 @@ def predict(
     bound: float,
     *,
     forward_only: bool,
+    deferrals: Sequence[Deferral | None] | None = None,
+    step_time: float | None = None,
 ) -> Prediction:
     """Simulate every replica.
 
@@ -159,9 +286,19 @@ def predict(
         features: [M, 3] of each replica, in execution order.
         bound: the lower bound to report beside the step.
         forward_only: the pass has no backward.
+        deferrals: of each replica; none by default.
+        step_time: of the slowest replica, where it is known.
     """
-    step_time = slowest_step_time(model, layout, group, features, forward_only=forward_only)
+    if step_time is None:
+        step_time = slowest_step_time(
+            model, layout, group, features, forward_only=forward_only, deferrals=deferrals
+        )
     peaks = np.zeros(layout.pp)
+    for rows, deferral in zip(features, deferrals or [None] * len(features), strict=True):
+        if deferral is not None:
+            schedule = make_schedule(layout, group, len(rows), forward_only=False)
+            held = peak_tokens_in_flight(schedule, rows[:, 1].astype(np.int64), deferral)
+            np.maximum(peaks, held, out=peaks)
     for stacked in by_count(features):
         schedule = make_schedule(layout, group, stacked.shape[1], forward_only=forward_only)
         np.maximum(peaks, _peak_tokens(schedule, stacked[:, :, 1]), out=peaks)

@@ -262,9 +262,7 @@ def measure_speed() -> list[SpeedRow]:
         options = BatchingOptions(max_tokens_per_micro_batch=cap)
         workload = verl_cost_model(layout)
         units = GPU_FLOP_PER_SECOND / TOKEN_FLOP * float(workload.load(np.array([0.0, 1.0, 0.0])))
-        model = replace(
-            workload, forward=workload.forward / units, backward=workload.backward / units, unit="s"
-        )
+        model = workload.scaled(1 / units, unit="s")
         plans: list[MicroBatchPlan] = []
         seconds, cpu_seconds = [], []
         for _ in range(SPEED_REPEATS + 1):

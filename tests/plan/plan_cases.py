@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -36,6 +37,8 @@ def options(draw: st.DrawFn, num_samples: int) -> BatchingOptions:
         st.sampled_from(["max_tokens_per_micro_batch", "max_tokens_per_gpu", "micro_batch_size"])
     )
     size = st.integers(1, 5) if name == "micro_batch_size" else st.integers(40, 400)
+    limit: dict[str, Any] = {name: draw(size)}
+    deferring = draw(st.booleans())
     low = draw(st.none() | st.integers(1, 6))
     high = draw(st.none() | st.integers(1, 20).map(lambda n: n + (low or 1) - 1))
     groups = st.lists(st.integers(0, 4), min_size=num_samples, max_size=num_samples).map(tuple)
@@ -51,7 +54,9 @@ def options(draw: st.DrawFn, num_samples: int) -> BatchingOptions:
         method=draw(st.sampled_from(["search", "search", "baseline"])),
         search_budget=draw(st.sampled_from([None, 64])),
         forward_only=draw(st.sampled_from([False, False, True])),
-        **{name: draw(size)},
+        defer_weight_gradients=deferring,
+        max_tokens_in_flight=draw(st.sampled_from([None, 1, 500])) if deferring else None,
+        **limit,
     )
 
 

@@ -80,6 +80,8 @@ def planning_input(
     groups: Any = None
     if rng.random() < 0.25:
         groups = rng.choice([1, 2, tuple(rng.randint(0, 3) for _ in lengths)])
+    limits: dict[str, Any] = {limit: size}
+    deferring = rng.random() < 0.4
     options = BatchingOptions(
         packing=rng.choice(["packed", "packed", "padded"]),
         align=align,
@@ -92,7 +94,9 @@ def planning_input(
         method=rng.choice(["search", "search", "search", "baseline"]),
         search_budget=rng.choice([None, 1, 10, 30]),
         forward_only=rng.random() < 0.2,
-        **{limit: size},
+        defer_weight_gradients=deferring,
+        max_tokens_in_flight=rng.choice([None, 1, 500]) if deferring else None,
+        **limits,
     )
     owners = [rng.randrange(dp) for _ in lengths] if rng.random() < 0.3 else None
     return lengths, layout, options, owners, cost_model(rng, layout)

@@ -1,0 +1,56 @@
+"""Replicas put weight gradients off together: they reduce gradients in one order.
+
+Command: pytest tests/plan/test_deferred_replicas.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_batching.plan import (
+    BatchingOptions,
+    CostModel,
+    Layout,
+    MicroBatchPlan,
+    plan_from_rows,
+)
+from megatron_batching.schedules import Deferral
+
+OPTIONS = BatchingOptions(micro_batch_size=1, defer_weight_gradients=True)
+# The weight gradient is a tenth of the backward at 2,000 tokens, and next to nothing at one.
+COST = CostModel(
+    forward=np.array([[0, 1, 0]] * 2),
+    backward=np.array([[0, 2, 1e-4]] * 2),
+    weight_gradient=np.array([[0, 0, 1e-4]] * 2),
+)
+LONG, SHORT = 2_000, 1
+
+
+def planned(*lengths: int) -> MicroBatchPlan:
+    """A plan of replicas that run four samples of one length each, one at a time."""
+    rows = [[[4 * rank + i] for i in range(4)] for rank in range(len(lengths))]
+    tokens = [length for length in lengths for _ in range(4)]
+    layout = Layout(pp=2, dp=len(lengths))
+    return plan_from_rows(tokens, layout, OPTIONS, rows, cost_model=COST)
+
+
+def test_a_replica_that_gains_nothing_runs_each_right_after_its_backward() -> None:
+    plan = planned(SHORT, LONG)
+    at_once = Deferral.at_once(plan.schedule(0))
+    deferrals = [replica.deferral for replica in plan.replicas]
+    assert deferrals[0] == at_once
+    assert deferrals[1] not in (None, at_once)
+
+
+def test_none_puts_off_where_none_gains() -> None:
+    assert [replica.deferral for replica in planned(SHORT, SHORT).replicas] == [None, None]
+
+
+def test_plans_of_both_kinds_are_refused() -> None:
+    plan = planned(LONG, LONG)
+    mixed = (plan.replicas[0], replace(plan.replicas[1], deferral=None))
+    with pytest.raises(ValueError, match="dp rank 0 puts weight gradients off and dp rank 1 does"):
+        replace(plan, replicas=mixed).validate()
