@@ -121,6 +121,11 @@ def _norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any)
     return norm
 
 
+def norms_of_sequences() -> contextlib.AbstractContextManager[Any]:
+    """Inside, local layers have norms that sequence parallelism can train; Megatron's refuse it."""
+    return unittest.mock.patch.object(WrappedTorchNorm, "__new__", _norm)
+
+
 @contextlib.contextmanager
 def _layers(kind: str) -> Iterator[None]:
     """Change what no option of the product stands for, between the layer spec and DDP.
@@ -145,7 +150,7 @@ def _layers(kind: str) -> Iterator[None]:
 
     with (
         unittest.mock.patch.object(model_module, "GPTModel", model),
-        unittest.mock.patch.object(WrappedTorchNorm, "__new__", _norm),
+        norms_of_sequences(),
     ):
         yield
 
