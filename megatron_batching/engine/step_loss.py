@@ -39,6 +39,7 @@ from megatron_batching.loss.metrics import (
     micro_batch_row,
 )
 from megatron_batching.megatron import auxiliary
+from megatron_batching.megatron.collectives import gather_into
 from megatron_batching.megatron.model import (
     PipelineModel,
     keeps_dtype_on_request,
@@ -131,7 +132,7 @@ class StepLoss:
         row = join_rows(kinds, rows if kinds else [], placement.device)
         mine = torch.cat([torch.tensor(own, dtype=row.dtype, device=row.device), row])
         whole = mine.new_empty(torch.distributed.get_world_size() * len(mine))
-        torch.distributed.all_gather_into_tensor(whole, mine)
+        gather_into(whole, mine)
         everyone = whole.view(-1, len(mine)).tolist()
         joined = join_ranks(kinds, [numbers[len(own) :] for numbers in everyone])
         metrics = finish(kinds, joined, counts=self.counts, aggregation=self.aggregation)

@@ -50,6 +50,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
+from megatron_batching.megatron.collectives import gather_into
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.schedules import Deferral, Op, PipelineSchedule
 
@@ -289,7 +290,7 @@ def _product(
     whole = input_
     if gather_group is not None:
         whole = input_.new_empty(input_.shape[0] * gather_group.size(), *input_.shape[1:])
-        torch.distributed.all_gather_into_tensor(whole, input_.contiguous(), group=gather_group)
+        gather_into(whole, input_.contiguous(), gather_group)
     gradient, whole = prepare_input_tensors_for_wgrad_compute(gradient, whole)
     if not is_fused:
         return gradient.t().matmul(whole)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_batching.bench import gather
+from megatron_batching.megatron.config import world_size_from_environment
 from megatron_batching.megatron.parallel import initialize
 from megatron_batching.plan import Layout
 
@@ -21,7 +22,7 @@ def offset_between_hosts() -> float:
 
     Messages of the world's own group are queued and not waited for, as NCCL's are.
     """
-    initialize(Layout(dp=dist.get_world_size()), device="cpu")
+    initialize(Layout(dp=world_size_from_environment()), device="cpu")
     rank, receive, clock = dist.get_rank(), dist.recv, time.monotonic
 
     def queued(tensor: torch.Tensor, src: int, group: Any = None) -> Any:

@@ -1,7 +1,8 @@
 """Break each factor of the loss's scaling in turn and show that tests fail for every one.
 
-Purpose: a test suite that passes whatever the factor is would prove nothing about it.
-Command: python -m tests.programs.mutate_scaling, about 10 minutes on 2 cores; `--only M`
+Purpose: a test suite that passes whatever the factor is would prove nothing about it. What runs
+weight gradients later is broken likewise.
+Command: python -m tests.programs.mutate_scaling, about 20 minutes on 2 cores; `--only M`
 runs one of them.
 
 Each mutant is a copy of the sources in a temporary folder, put before the installed package; a
@@ -29,7 +30,8 @@ SHARES = "megatron_batching/megatron/auxiliary.py"
 EXPERTS = "megatron_batching/megatron/experts.py"
 ACCUMULATION = "megatron_batching/megatron/accumulation.py"
 OPTIMIZER = "megatron_batching/megatron/optimizer.py"
-TESTS = (
+WEIGHTS = "megatron_batching/megatron/weight_gradients.py"
+SCALING_TESTS = (
     "tests/loss/test_loss_multiproc.py",
     "tests/loss/test_experts_multiproc.py",
     "tests/megatron/test_options_multiproc.py",
@@ -40,6 +42,14 @@ TESTS = (
     "or add_up and pp2-vpp2 or norm_changes and fp16-0.5 or bias_of and dp2 "
     "or experts_count or count_dummies",
 )
+WEIGHT_TESTS = (
+    "tests/megatron/test_weight_gradients_multiproc.py",
+    "-k",
+    "vpp and padded or latent or tied and several or four_ranks and overlapped and not vpp",
+)
+
+# What must pass; the tests of each file's mutants.
+UNBROKEN = {"none": SCALING_TESTS, "no weight gradient": WEIGHT_TESTS}
 
 # name: (file, text, replacement); what is broken is one factor, one count or one group.
 MUTANTS = {
@@ -124,18 +134,45 @@ MUTANTS = {
         "if sum(n for _, _, n in batch.slots) == ",
         "if not batch.slots or sum(n for _, _, n in batch.slots) == ",
     ),
+    "weight gradients lost": (
+        WEIGHTS,
+        "oldest.run_until(self._pieces_done / self._num_pieces)",
+        "oldest.run_until(0.0)",
+    ),
+    "weight gradients twice": (
+        WEIGHTS,
+        "functools.reduce(torch.add, gradients)",
+        "functools.reduce(torch.add, 2 * gradients)",
+    ),
+    "weight gradients after finalizing": (
+        WEIGHTS,
+        "weights.finish()\n        if finalize is not None:\n            finalize(*args, **kwargs)",
+        "if finalize is not None:\n            finalize(*args, **kwargs)\n        weights.finish()",
+    ),
+    "buckets before their weight gradients": (
+        WEIGHTS,
+        "not self._missing.isdisjoint(group.params)",
+        "False",
+    ),
+    "buckets before the last backward": (
+        WEIGHTS,
+        "chunk not in self._open",
+        "False",
+    ),
+    "uses of a tied weight apart": (WEIGHTS, "and weight not in self._shared", "and True"),
+    "another kernel for what is put off": (WEIGHTS, ".detach().requires_grad_()", ".detach()"),
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=MUTANTS, help="run one mutant")
+    parser.add_argument("--only", choices=[*UNBROKEN, *MUTANTS], help="run one of them")
     chosen = parser.parse_args().only
     survivors = []
     print("| broken | what the tests say |\n|---|---|", flush=True)
-    for name in [chosen] if chosen else ["none", *MUTANTS]:
+    for name in [chosen] if chosen else [*UNBROKEN, *MUTANTS]:
         passed, summary = run(name)
-        if passed != (name == "none"):
+        if passed != (name in UNBROKEN):
             survivors.append(name)
         print(f"| {name} | {'pass' if passed else 'fail'}: {summary} |", flush=True)
     if survivors:
@@ -145,6 +182,9 @@ def main() -> int:
 
 def run(name: str) -> tuple[bool, str]:
     """Whether the tests pass on a mutant, and the first that fails or pytest's last line."""
+    tests = UNBROKEN.get(name)
+    if tests is None:
+        tests = WEIGHT_TESTS if MUTANTS[name][0] == WEIGHTS else SCALING_TESTS
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         ignore = shutil.ignore_patterns("__pycache__")
@@ -157,14 +197,14 @@ def run(name: str) -> tuple[bool, str]:
             dirs_exist_ok=True,
         )
         shutil.copy(ROOT / "pyproject.toml", root)
-        if name != "none":
+        if name in MUTANTS:
             file, text, replacement = MUTANTS[name]
             source = (root / file).read_text()
             if source.count(text) != 1:
                 raise SystemExit(f"mutant {name}: {text!r} is not once in {file}; update MUTANTS")
             (root / file).write_text(source.replace(text, replacement))
         result = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS],
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
             cwd=root,
             env={**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,

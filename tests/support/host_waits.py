@@ -29,6 +29,7 @@ COLLECTIVES = (
     "broadcast",
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_gather_object",
     "barrier",
 )
