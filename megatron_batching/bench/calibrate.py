@@ -3,8 +3,10 @@
 Micro-batches of a spread of sizes, of one long sample and of several short ones, run through the
 real schedule and are recorded; the cost model is fitted to the recorded ops. Timing each stage by
 itself would be cleaner and would miss what ranks do to each other when they share memory, links or
-cores. Then planned mini-batches that took no part in the fit are measured against their prediction:
-a cost file that misses them says so. Recordings of other runs are fitted the same way.
+cores. Where a pipeline can put weight gradients off, each runs right after what is left of its
+backward, so that the two are timed apart. Then planned mini-batches that took no part in the fit
+are measured against their prediction: a cost file that misses them says so. Recordings of other
+runs are fitted the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from megatron_batching.bench.recording import Recording
 from megatron_batching.bench.settings import BenchConfig
 from megatron_batching.bench.sizes import check_memory
 from megatron_batching.megatron.config import world_size_from_environment
-from megatron_batching.plan import CostModel, Layout, padded_lengths
+from megatron_batching.plan import BatchingOptions, CostModel, Layout, padded_lengths
 from megatron_batching.plan.cost_quality import held_out_warning
 from megatron_batching.schedules.files import check_file, read_json
 
@@ -145,16 +147,21 @@ def _record_ladder(engine: PipelineEngine, config: BenchConfig) -> tuple[list[Re
     """Run micro-batches of all sizes: recordings, and the seconds after a step's last op."""
     from megatron_batching.bench.compute import GptCompute
     from megatron_batching.bench.methods import Method
-    from megatron_batching.plan import BatchingOptions, plan_from_rows
+    from megatron_batching.plan import plan_from_rows
+    from megatron_batching.schedules import Deferral
 
     layout, cap = config.layouts[0], config.traces[0].max_tokens
-    options = BatchingOptions(max_tokens_per_micro_batch=cap, align=config.align)
+    options = _options(engine, config)
     multiple = layout.pp if layout.vpp > 1 else 1
     lengths, rows = calibration_rows(cap, config.align, multiple)
     everywhere = [
         [[i + replica * len(lengths) for i in row] for row in rows] for replica in range(layout.dp)
     ]
     plan = plan_from_rows(lengths * layout.dp, layout, options, everywhere)
+    if options.defers(layout):
+        at_once = Deferral.at_once(plan.schedule(0))  # all replicas have the same number
+        replicas = tuple(replace(replica, deferral=at_once) for replica in plan.replicas)
+        plan = replace(plan, replicas=replicas)
     method = Method(name="calibration", plan=plan, planned_shapes=True)
     compute = GptCompute(config, engine, lengths * layout.dp)
     found, after_s, _ = _record(compute, method, config.repeats)
@@ -173,10 +180,10 @@ def _hold_out(
     from megatron_batching.bench.compute import GptCompute
     from megatron_batching.bench.measure import trace_lengths
     from megatron_batching.bench.methods import Method
-    from megatron_batching.plan import BatchingOptions, plan_mini_batch
+    from megatron_batching.plan import plan_mini_batch
 
     layout, trace = config.layouts[0], config.traces[0]
-    options = BatchingOptions(max_tokens_per_micro_batch=trace.max_tokens, align=config.align)
+    options = _options(engine, config)
     errors = []
     table = Table(title="held-out mini-batches, planned with the fitted costs", show_edge=False)
     for column in ("samples", "tokens", "micro-batches", "predicted s", "measured s", "error"):
@@ -200,6 +207,16 @@ def _hold_out(
     if warning is not None:
         console.print(f"warning: {warning}", soft_wrap=True)
     return errors
+
+
+def _options(engine: PipelineEngine, config: BenchConfig) -> BatchingOptions:
+    from megatron_batching.megatron.weight_gradients import why_not_deferrable
+
+    return BatchingOptions(
+        max_tokens_per_micro_batch=config.traces[0].max_tokens,
+        align=config.align,
+        defer_weight_gradients=why_not_deferrable(engine.model) is None,
+    )
 
 
 def _console() -> Console:

@@ -4,6 +4,9 @@ A cost model is three coefficients on (1, tokens, token pairs). None may be nega
 tries every subset of features and keeps the best one whose coefficients are all positive: with
 three features that is exact and takes seven small solves, where an iterative solver would need a
 library. Residuals are squared in seconds, not in per cent, since what a plan adds up are seconds.
+
+Where weight gradients were put off, the pieces of one (W) are times of their own; with what was
+left of their backward (B) they add up to the time of the whole backward.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from omegaconf import OmegaConf
 from megatron_batching.bench.recording import Recording
 from megatron_batching.plan import CostModel
 from megatron_batching.plan.cost import read_yaml
+from megatron_batching.schedules import Op
 from megatron_batching.schedules.files import one_line, write_text
+
+OpTimes = dict[tuple[str, int], list[tuple[Any, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +124,12 @@ def fit_stage(features: np.ndarray, seconds: np.ndarray) -> StageFit:
     )
 
 
-def op_times(recordings: Sequence[Recording]) -> dict[tuple[str, int], list[tuple[Any, float]]]:
+def op_times(recordings: Sequence[Recording]) -> OpTimes:
     """(kind, virtual stage) -> features and seconds of every op; repeats of one step are merged.
 
     An op's time is its own plus the host's time before it, when the rank waited for nothing: Python
-    and kernel launches between two ops, which take a step's time as well.
+    and kernel launches between two ops, which take a step's time as well. B is the whole backward,
+    and W the part of it that was put off, where any was.
 
     Raises:
         ValueError: a recording has no features.
@@ -137,16 +144,27 @@ def op_times(recordings: Sequence[Recording]) -> dict[tuple[str, int], list[tupl
                 "plain timeline cannot be fitted; use what `bench` wrote under recordings/"
             )
         pp = max(event.pp_rank for event in recording.timeline.events) + 1
-        between = recording.bubble_by_cause()["host"] * len(recording.timeline.rows)
-        between *= recording.timeline.step_time_s / len(recording.timeline.events)
-        for event in recording.timeline.events:
-            stage = event.op.chunk * pp + event.pp_rank
-            features = recording.features[event.dp_rank][event.op.micro_batch]
-            samples[event.op.kind, stage][features].append(event.duration_s + between)
+        for (dp_rank, pp_rank, op), seconds in _op_seconds(recording).items():
+            features = recording.features[dp_rank][op.micro_batch]
+            samples[op.kind, op.chunk * pp + pp_rank][features].append(seconds)
     return {
         key: [(features, float(np.median(seconds))) for features, seconds in found.items()]
         for key, found in samples.items()
     }
+
+
+def _op_seconds(recording: Recording) -> dict[tuple[int, int, Op], float]:
+    """(dp rank, pp rank, op) -> its time in one step."""
+    timeline = recording.timeline
+    between = recording.bubble_by_cause()["host"] * len(timeline.rows)
+    between *= timeline.step_time_s / len(timeline.events)
+    found: dict[tuple[int, int, Op], float] = defaultdict(float)
+    for event in timeline.events:
+        found[event.dp_rank, event.pp_rank, event.op] += event.duration_s + between
+        if event.op.kind == "W":
+            backward = event.op._replace(kind="B")
+            found[event.dp_rank, event.pp_rank, backward] += event.duration_s + between
+    return found
 
 
 def fit_cost_model(
@@ -154,23 +172,38 @@ def fit_cost_model(
 ) -> tuple[CostModel, dict[str, list[StageFit]]]:
     """A cost model in seconds, and the fits by direction and virtual stage.
 
+    The part of the backward that may be put off is fitted where it was, on every virtual stage, and
+    is left unknown elsewhere.
+
     Raises:
         ValueError: recordings without features, forward-only, too uniform, or too noisy: no stage
             takes longer for more tokens.
     """
     times = op_times(recordings)
     num_stages = 1 + max(stage for _, stage in times)
-    fits: dict[str, list[StageFit]] = {"forward": [], "backward": []}
+    fits: dict[str, list[StageFit]] = {}
     for name, kind in (("forward", "F"), ("backward", "B")):
         for stage in range(num_stages):
-            found = times.get((kind, stage))
-            if not found:
+            if not times.get((kind, stage)):
                 raise ValueError(f"no {name} of virtual stage {stage} was recorded: record a step")
-            features, seconds = zip(*found, strict=True)
-            fits[name].append(fit_stage(np.array(features), np.array(seconds)))
+        fits[name] = _fit_stages(times, kind, num_stages)
         _require_slope(name, fits[name])
-    forward, backward = (np.array([f.coefficients for f in fits[n]]) for n in fits)
-    return CostModel(forward=forward, backward=backward, unit="s"), fits
+    if all(times.get(("W", stage)) for stage in range(num_stages)):
+        fits["weight_gradient"] = _fit_stages(times, "W", num_stages)
+    found = {name: np.array([f.coefficients for f in of]) for name, of in fits.items()}
+    if "weight_gradient" in found:
+        # Each is fitted by itself, so that noise may make the part larger than the whole.
+        found["weight_gradient"] = np.minimum(found["weight_gradient"], found["backward"])
+    return CostModel(**found, unit="s"), fits
+
+
+def _fit_stages(times: OpTimes, kind: str, num_stages: int) -> list[StageFit]:
+    """A fit for each virtual stage."""
+    fits = []
+    for stage in range(num_stages):
+        features, seconds = zip(*times[kind, stage], strict=True)
+        fits.append(fit_stage(np.array(features), np.array(seconds)))
+    return fits
 
 
 def _require_slope(name: str, of_stage: Sequence[StageFit]) -> None:
@@ -193,7 +226,8 @@ class Calibration:
 
     Attributes:
         model: times of ops, in seconds.
-        fits: "forward" and "backward" -> the fit of each virtual stage.
+        fits: "forward", "backward" and, if measured, "weight_gradient" -> the fit of each virtual
+            stage.
         link: what messages cost, and the end of the step.
         about: of what, where and how well it was measured; for readers.
     """

@@ -106,6 +106,9 @@ TOLD = CostModel(
     backward=np.array(
         [[4e-3, 4e-5, 0.0], [2e-3, 3e-5, 2e-7], [3e-3, 5e-5, 0.0], [4e-3, 5e-5, 3e-7]]
     ),
+    weight_gradient=np.array(
+        [[1e-3, 2e-5, 0.0], [1e-3, 1e-5, 0.0], [1e-3, 3e-5, 0.0], [2e-3, 2e-5, 0.0]]
+    ),
     unit="s",
 )
 
