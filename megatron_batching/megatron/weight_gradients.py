@@ -328,6 +328,7 @@ class _DeferredLinear:
     """`_forward_impl` of one linear layer, with its weight's product left for later."""
 
     def __init__(self, layer: Any, weights: WeightGradients, shared: set[Any]) -> None:
+        # Called with keywords alone (0.16.1, 0.19.2).
         self._plain, self._weights, self._shared = layer._forward_impl, weights, shared
 
     def __call__(self, input: torch.Tensor, weight: Any, bias: Any = None, **options: Any) -> Any:
@@ -403,7 +404,7 @@ def deferring(
         shared = {p for m in others for p in m.parameters(recurse=False)}
         for module in modules:
             if _is_served(module):
-                linear: Any = module
+                linear: Any = module  # the instance hides the class's method (0.16.1, 0.19.2)
                 linear._forward_impl = _DeferredLinear(linear, weights, shared)
                 stack.callback(delattr, linear, "_forward_impl")
             elif hasattr(module, "weight_gradients"):
@@ -414,6 +415,7 @@ def deferring(
 
 def _is_served(module: torch.nn.Module) -> bool:
     """Whether it is a linear layer that calls Megatron's function."""
+    # The method of both classes in 0.16.1 and 0.19.2, not one that stands in its place.
     method = getattr(getattr(module, "_forward_impl", None), "__func__", None)
     return isinstance(module, _LINEAR) and method in [kind._forward_impl for kind in _LINEAR]
 

@@ -27,7 +27,7 @@ FULL = {
 }
 SOME = {
     "recompute_granularity": "selective",
-    "recompute_modules": ["layernorm", "mlp"],
+    "recompute_modules": ["core_attn", "mlp"],
     "add_bias_linear": False,
 }
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
