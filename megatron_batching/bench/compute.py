@@ -9,11 +9,7 @@ a step took, and whether its result is right.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,6 +18,7 @@ import numpy as np
 import torch
 
 from megatron_batching.bench.fit import Link, read_link
+from megatron_batching.bench.live_bytes import live_bytes
 from megatron_batching.bench.methods import Method
 from megatron_batching.bench.paced_costs import Costs
 from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
@@ -139,18 +136,7 @@ class GptCompute:
             torch.cuda.reset_peak_memory_stats()
             self.run(method)
             return float(torch.cuda.max_memory_allocated())
-        # The CPU keeps no statistics; the profiler sees every allocation and release.
-        with (
-            _without_stderr(),
-            torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-            ) as profiler,
-        ):
-            self.run(method)
-        assert profiler.profiler is not None
-        events = profiler.profiler.kineto_results.events()
-        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-        return float(max(itertools.accumulate((nbytes for _, nbytes in changes), initial=0)))
+        return float(live_bytes(lambda: self.run(method)).peak)
 
     def run(self, method: Method) -> Step:
         """Run one step."""
@@ -168,20 +154,6 @@ class GptCompute:
             loss=report.loss,
             grad_norm=report.grad_norm or 0.0,
         )
-
-
-@contextlib.contextmanager
-def _without_stderr() -> Iterator[None]:
-    """The profiler writes lines from C++ that no setting of torch's turns off."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 def build_engine(config: BenchConfig, placement: Placement) -> PipelineEngine:

@@ -261,7 +261,9 @@ def predict(method: Method, model: CostModel, link: Link) -> tuple[Timeline, Pre
     return timeline, PredictedFigures(
         step_s=slowest.step_time + link.after_s,
         bubble_by_cause=slowest.bubble_by_cause,
-        lower_bound_any_order_s=max(lower_bound(s.schedule, s.times) for s in simulations),
+        lower_bound_any_order_s=max(
+            lower_bound(s.schedule, s.times, deferred=s.deferral is not None) for s in simulations
+        ),
         peak_tokens_in_flight=max(max(s.peak_tokens_in_flight) for s in simulations),
     )
 

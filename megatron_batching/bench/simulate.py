@@ -109,7 +109,9 @@ def _figures(
         title=title,
         step_time=step_time,
         unit=unit,
-        lower_bound_any_order=max(lower_bound(s.schedule, s.times) for s in simulations),
+        lower_bound_any_order=max(
+            lower_bound(s.schedule, s.times, deferred=s.deferral is not None) for s in simulations
+        ),
         slowest_replica=slowest,
         num_micro_batches=[s.schedule.num_micro_batches for s in simulations],
         bubble_fraction=1 - busy / (len(simulations) * simulation.schedule.pp * step_time),

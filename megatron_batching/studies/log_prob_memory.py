@@ -3,10 +3,9 @@
 Run: python -m megatron_batching.studies.log_prob_memory [--tokens N] [--vocabulary N]
 
 bf16 logits of a micro-batch go through `token_log_probs` and through plain `log_softmax` of an fp32
-copy, forward and backward, with and without entropies. What is counted is every allocation of the
-CPU allocator, temporaries inside of operations included, so the peak is that of the tensors alone,
-whatever the machine has loaded beside them; a GPU's allocator rounds sizes up, but makes the same
-tensors. Bytes are given for a logit as well, by which they grow. The last line is JSON.
+copy, forward and backward, with and without entropies. Counted are the bytes of tensors on the CPU
+(`megatron_batching.bench.live_bytes`). They are given for a logit as well, by which they grow. The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,31 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler_util import MEMORY_EVENT_NAME
-from torch.profiler import ProfilerActivity, profile
 
+from megatron_batching.bench.live_bytes import live_bytes
 from megatron_batching.loss import token_log_probs
 from megatron_batching.program import run as run_program
-
-
-def peak_bytes(function: Callable[[], Any]) -> int:
-    """Most bytes that `function` holds on the CPU at a time, beyond what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        function()
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in recorded.profiler.kineto_results.events()
-        if event.name() == MEMORY_EVENT_NAME
-    ]
-    held = peak = 0
-    for _, change in sorted(changes, key=lambda pair: pair[0]):
-        held += change
-        peak = max(peak, held)
-    return peak
 
 
 def plain_log_probs(logits: Tensor, labels: Tensor, *, with_entropy: bool) -> tuple[Tensor, ...]:
@@ -75,7 +56,7 @@ def measure(
         if with_backward:
             torch.autograd.backward(found, tuple(torch.ones_like(x) for x in found))
 
-    return peak_bytes(step)
+    return live_bytes(step).peak
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron_batching.bench.live_bytes import live_bytes
 from megatron_batching.bench.paced_model import (
     PacedStep,
     build_paced_model,
@@ -295,10 +295,7 @@ def widths_that_ran(shape_buckets: int | None) -> list[int]:
 
 
 def peak_bytes(num_micro_batches: int, forward_only: bool) -> int:
-    """Most tensor bytes alive at once during one step of equal micro-batches, on this rank.
-
-    Counted by the profiler, which sees each allocation and each release of torch's allocator.
-    """
+    """Most tensor bytes alive at once during one step of equal micro-batches, on this rank."""
     placement = initialize(Layout(pp=2), device="cpu")
     engine = PipelineEngine(
         model=replace(MODEL, hidden_size=64),
@@ -309,11 +306,4 @@ def peak_bytes(num_micro_batches: int, forward_only: bool) -> int:
     plan = engine.plan(mini_batch)
     run = engine.infer_batch if forward_only else engine.forward_backward_batch
     run(mini_batch, plan=plan)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
-        run(mini_batch, plan=plan)
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    assert len(changes) > num_micro_batches
-    return max(itertools.accumulate(nbytes for _, nbytes in changes))
+    return live_bytes(functools.partial(run, mini_batch, plan=plan)).peak

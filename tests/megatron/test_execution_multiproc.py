@@ -110,4 +110,4 @@ def test_memory_does_not_grow_with_micro_batches(pools: Pools, forward_only: boo
     )
     # A micro-batch has 128 tokens; what is reported of it may stay, its activations may not.
     for rank_few, rank_many in zip(few, many, strict=True):
-        assert rank_many < 1.05 * rank_few
+        assert 0 < rank_many < 1.05 * rank_few
