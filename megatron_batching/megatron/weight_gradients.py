@@ -428,4 +428,8 @@ def why_not_deferrable(model: PipelineModel) -> str | None:
         return "defer_embedding_wgrad_compute already puts off the output layer's"
     if model.config.enable_autocast:
         return "enable_autocast casts inside of layers, and what runs later is outside"
+    if model.config.moe_shared_expert_overlap:
+        return "moe_shared_expert_overlap computes on a stream of its own"
+    if model.config.cpu_offloading:
+        return "cpu_offloading moves what would be kept"
     return None
