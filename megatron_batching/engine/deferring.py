@@ -34,11 +34,20 @@ def deferred_batching(
         raise ValueError(f"batching.defer_weight_gradients=True, but {reason}; set it to False")
     if model.placement.layout.pp == 1:  # without a pipeline there are no gaps
         return options
+    if reason is None and not options.defer_weight_gradients and _recomputes_all(model):
+        reason = (
+            "with recompute_granularity=full what is put off would hold several times what is in "
+            "flight; batching.defer_weight_gradients=True puts it off all the same"
+        )
     if reason is None:
         return replace(options, defer_weight_gradients=True)
     if setting == "auto":
         _say_why_not(reason)
     return options
+
+
+def _recomputes_all(model: PipelineModel) -> bool:
+    return model.config.recompute_granularity == "full"
 
 
 @functools.cache
