@@ -78,12 +78,15 @@ class StageFit:
     mean_s: float
 
 
-def fit_stage(features: np.ndarray, seconds: np.ndarray) -> StageFit:
+def fit_stage(
+    features: np.ndarray, seconds: np.ndarray, whole: Sequence[float] = (1.0, 1.0, 1.0)
+) -> StageFit:
     """Non-negative least squares.
 
     Args:
         features: [n, 3] of each op's micro-batch.
         seconds: [n] time of each op.
+        whole: coefficients of what these times are a part of; where one is 0, the part's is, too.
 
     Raises:
         ValueError: fewer than three different micro-batches.
@@ -104,8 +107,9 @@ def fit_stage(features: np.ndarray, seconds: np.ndarray) -> StageFit:
     scaled = features / scale
     best = np.zeros(num_features)
     least = float((seconds**2).sum())
-    for size in range(1, num_features + 1):
-        for subset in itertools.combinations(range(num_features), size):
+    usable = [k for k in range(num_features) if whole[k]]
+    for size in range(1, len(usable) + 1):
+        for subset in itertools.combinations(usable, size):
             chosen = list(subset)
             solved = np.linalg.lstsq(scaled[:, chosen], seconds, rcond=None)[0]
             error = float(((scaled[:, chosen] @ solved - seconds) ** 2).sum())
@@ -189,7 +193,8 @@ def fit_cost_model(
         fits[name] = _fit_stages(times, kind, num_stages)
         _require_slope(name, fits[name])
     if all(times.get(("W", stage)) for stage in range(num_stages)):
-        fits["weight_gradient"] = _fit_stages(times, "W", num_stages)
+        whole = [fit.coefficients for fit in fits["backward"]]
+        fits["weight_gradient"] = _fit_stages(times, "W", num_stages, whole)
     found = {name: np.array([f.coefficients for f in of]) for name, of in fits.items()}
     if "weight_gradient" in found:
         # Each is fitted by itself, so that noise may make the part larger than the whole.
@@ -197,12 +202,15 @@ def fit_cost_model(
     return CostModel(**found, unit="s"), fits
 
 
-def _fit_stages(times: OpTimes, kind: str, num_stages: int) -> list[StageFit]:
-    """A fit for each virtual stage."""
+def _fit_stages(
+    times: OpTimes, kind: str, num_stages: int, whole: Sequence[Sequence[float]] | None = None
+) -> list[StageFit]:
+    """A fit for each virtual stage; whole: see `fit_stage`, of each."""
     fits = []
     for stage in range(num_stages):
-        features, seconds = zip(*times[kind, stage], strict=True)
-        fits.append(fit_stage(np.array(features), np.array(seconds)))
+        features, seconds = map(np.array, zip(*times[kind, stage], strict=True))
+        known = {} if whole is None else {"whole": whole[stage]}
+        fits.append(fit_stage(features, seconds, **known))
     return fits
 
 

@@ -14,7 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_batching.bench.fit import Calibration, Link, fit_cost_model, write_cost_file
+from megatron_batching.bench.fit import (
+    Calibration,
+    Link,
+    fit_cost_model,
+    fit_stage,
+    write_cost_file,
+)
 from megatron_batching.bench.recording import RankMessages, Recording
 from megatron_batching.plan import (
     BatchingOptions,
@@ -139,6 +145,18 @@ def test_the_part_is_never_more_than_the_whole() -> None:
     assert model.weight_gradient is not None
     assert (apart > model.backward + 1e-7).any()
     assert (model.weight_gradient == np.minimum(apart, model.backward)).all()
+
+
+def test_a_part_keeps_its_time_where_the_whole_has_no_fixed_one() -> None:
+    """Cutting off the part's fixed time after the fit would tell less of it."""
+    tokens = np.array([10.0, 50.0, 200.0, 700.0])
+    features = np.stack([np.ones(4), tokens, tokens**2], axis=1)
+    seconds = 2e-3 + 3e-5 * tokens
+    fit = fit_stage(features, seconds, whole=(0.0, 1e-4, 1e-8))
+    assert fit.coefficients[0] == 0
+    missed = features @ np.array(fit.coefficients) - seconds
+    assert (missed**2).sum() < 0.8 * ((3e-5 * tokens - seconds) ** 2).sum()
+    assert fit_stage(features, seconds, whole=(0.0, 0.0, 0.0)).coefficients == (0, 0, 0)
 
 
 @pytest.mark.parametrize("choose", [Deferral.at_once, lambda schedule: None])
