@@ -151,6 +151,7 @@ class PipelineEngine(Engine):
                 self.placement,
                 seed=self._seed,
                 value_head=self.model_type == "value_model",
+                delay_weight_gradients=self._deferring == "auto",
             )
         optimizer = self._given_optimizer
         self.optimizer, self.lr_schedule = take_optimizer(optimizer, self._given_schedule, model)

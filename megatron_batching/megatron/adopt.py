@@ -29,6 +29,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron_batching.megatron.delayed_layers import has_hooks, is_delayed
 from megatron_batching.megatron.model import PipelineModel, unwrap
 from megatron_batching.megatron.options import reason_against
 from megatron_batching.megatron.parallel import Placement
@@ -41,7 +42,7 @@ _UNSERVED_SETTINGS = (
     *("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "tp_comm_overlap"),
     *("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"),
     *("moe_router_quantile_balancing_ema", "overlap_moe_expert_parallel_comm"),
-    *("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"),
+    "overlap_dispatch_backward_with_experts_wgrad",
     *("experimental_attention_variant", "hybrid_context_parallel"),
 )
 _SIZE_OPTIONS = {
@@ -174,6 +175,7 @@ def _faults(chunks: Sequence[Any], placement: Placement) -> Iterator[str]:
         )
     yield from _order_faults(chunks, placement)
     yield from _dtype_faults(chunks, placement)
+    yield from _delay_faults(chunks)
     for module in _core_attentions(chunks):
         mask = getattr(module, "attn_mask_type", AttnMaskType.causal)
         if _kind(module) == "transformer engine" and mask not in _CAUSAL:
@@ -213,6 +215,23 @@ def _dtype_faults(chunks: Sequence[Any], placement: Placement) -> Iterator[str]:
             f"pipeline_dtype={config.pipeline_dtype}, but stages send {sent}: the receiver would "
             "read other numbers; set it to that, or to None"
         )
+
+
+def _delay_faults(chunks: Sequence[Any]) -> Iterator[str]:
+    """Layers that keep weight gradients for later need a config and a DDP that know of it."""
+    for i, chunk in enumerate(chunks):
+        layers = [module for module in chunk.modules() if is_delayed(module)]
+        known = chunk.config.delay_wgrad_compute and chunk.ddp_config.delay_wgrad_compute
+        if layers and not known:
+            yield (
+                f"chunk {i} has layers that delay their weight gradients, which would be lost: set "
+                "delay_wgrad_compute in the model's config and in that of DDP, too"
+            )
+        if any(not has_hooks(layer) for layer in layers):
+            yield (
+                f"chunk {i} has layers that delay their weight gradients and tell DDP nothing of "
+                "them; use a later Transformer Engine, or build them without delay_wgrad_compute"
+            )
 
 
 def _step_settings(config: Any, placement: Placement, chunks: Sequence[Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_batching.megatron.config import ROTARY_OPTIONS, ModelConfig, stages_of
+from megatron_batching.megatron.delayed_layers import can_delay
 from megatron_batching.megatron.embedding_group import embedding_group
 from megatron_batching.megatron.experts import (
     check_experts,
@@ -199,6 +200,7 @@ def build_model(
     seed: int = 0,
     ddp: DistributedDataParallelConfig | None = None,
     value_head: bool = False,
+    delay_weight_gradients: bool = False,
 ) -> PipelineModel:
     """Build this rank's chunks, wrapped in Megatron's DDP.
 
@@ -208,6 +210,8 @@ def build_model(
         seed: of the initial weights, which are the same under every layout.
         ddp: Megatron's DDP settings, in the place of `model.ddp`.
         value_head: end in one value a token, [b, s, 1], instead of logits: a critic.
+        delay_weight_gradients: where there is a pipeline, build Transformer Engine's layers so that
+            weight gradients can be put off; local layers need nothing.
 
     Raises:
         ValueError: the model cannot be split like that.
@@ -219,16 +223,15 @@ def build_model(
         raise ValueError(
             "model.tie_embeddings=true, but a value model has no vocabulary to tie; set it to false"
         )
-    use_te = (
-        placement.device.type == "cuda"
-        and has_transformer_engine()
-        and model.transformer.get("transformer_impl") != "local"
-        and model.precision != "fp32"
-    )
+    use_te = _uses_transformer_engine(model, placement)
     config = _transformer_config(model, placement, use_te=use_te)
     ddp = ddp or DistributedDataParallelConfig(
         **{"grad_reduce_in_fp32": config.params_dtype != torch.float64, **model.ddp}
     )
+    if delay_weight_gradients and use_te and layout.pp > 1 and can_delay(config):
+        # Only here: Megatron's config accepts it with its combined schedule alone.
+        config.delay_wgrad_compute = True
+        ddp = replace(ddp, delay_wgrad_compute=True)
     copies = embedding_group(stages_of(model, layout), placement, is_tied=model.tie_embeddings)
     chunks = []
     for chunk in range(layout.vpp):
@@ -250,6 +253,15 @@ def build_model(
     check_named(result)
     initialize_weights(result, seed)
     return result
+
+
+def _uses_transformer_engine(model: ModelConfig, placement: Placement) -> bool:
+    return (
+        placement.device.type == "cuda"
+        and has_transformer_engine()
+        and model.transformer.get("transformer_impl") != "local"
+        and model.precision != "fp32"
+    )
 
 
 def _wrapped(

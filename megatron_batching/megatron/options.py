@@ -81,7 +81,7 @@ UNSERVED_OPTIONS = {
     "tp_comm_*": "its buffers have one shape, and micro-batches differ in shape",
     "overlap_moe_expert_parallel_comm": "it needs Megatron's combined schedule, which takes its "
     "forward step apart",
-    "delay_wgrad_compute": "it needs overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute": "the engine sets it itself, where it puts weight gradients off",
     "ep_overlap_early_attn_memory_release": "it needs overlap_moe_expert_parallel_comm",
     "high_priority_a2a_comm_stream": "it needs overlap_moe_expert_parallel_comm",
     "overlap_dispatch_backward_with_experts_wgrad": "it needs a backward pass in two parts",

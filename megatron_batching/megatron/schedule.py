@@ -41,7 +41,11 @@ from megatron_batching.megatron.p2p import (
     pipeline_shapes,
 )
 from megatron_batching.megatron.recorder import StepRecorder
-from megatron_batching.megatron.weight_gradients import deferring, why_not_deferrable
+from megatron_batching.megatron.weight_gradients import (
+    deferring,
+    keeps_weight_gradients,
+    why_not_deferrable,
+)
 from megatron_batching.plan.stages import hidden_states_after
 from megatron_batching.schedules import Deferral, PipelineSchedule
 
@@ -129,7 +133,7 @@ def _helped(
     with contextlib.ExitStack() as stack:
         if timers is not None:
             stack.enter_context(timers.watching())
-        if deferral is not None:
+        if deferral is not None or (not schedule.forward_only and keeps_weight_gradients(model)):
             weights = stack.enter_context(deferring(model, schedule, deferral))
             if communicator is not None:
                 communicator.before_receiving = weights.fill

@@ -30,6 +30,10 @@ it is given a buffer for the gradient of the output (`grad_output_buffer`), whic
 of the output layer uses. An autograd function of ours would have to repeat its tensor and sequence
 parallelism.
 
+Transformer Engine's layers keep their products themselves, if they are built so
+(`megatron_batching.megatron.delayed_layers`). They do in every step: where the plan puts nothing
+off they run at the end of the backward that has left them, which holds what they keep until then.
+
 Names of Megatron-Core that are relied on (0.16.1 and 0.19.2): `_forward_impl` of
 `ColumnParallelLinear` and `RowParallelLinear`, `linear_with_grad_accumulation_and_async_allreduce`,
 `prepare_input_tensors_for_wgrad_compute`; of DDP `bucket_groups`, `expert_parallel_bucket_groups`,
@@ -42,7 +46,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -51,6 +55,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron_batching.megatron.collectives import gather_into
+from megatron_batching.megatron.delayed_layers import StoredWork, Stores, is_delayed
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.schedules import Deferral, Op, PipelineSchedule
 
@@ -95,7 +100,8 @@ class WeightGradients:
     Args:
         schedule: the op order of the step.
         pp_rank: this rank's place in it.
-        deferral: how many pieces run before each op.
+        deferral: how many pieces run before each op; None runs all at the end of their backward, as
+            a part of it.
         buckets: told of the weights that are done.
         timers: Megatron's, or what stands in their place; told when work runs.
     """
@@ -104,14 +110,19 @@ class WeightGradients:
         self,
         schedule: PipelineSchedule,
         pp_rank: int,
-        deferral: Deferral,
+        deferral: Deferral | None,
         buckets: _Buckets,
         timers: Any = None,
     ) -> None:
-        deferral.check(schedule)
         self._ops = schedule.ops(pp_rank)
-        self._counts = deferral.counts[pp_rank]
-        self._num_pieces = deferral.num_pieces
+        self._is_deferred = deferral is not None
+        if deferral is None:
+            self._counts, self._num_pieces = (0,) * (len(self._ops) + 1), 1
+        else:
+            deferral.check(schedule)
+            self._counts, self._num_pieces = deferral.counts[pp_rank], deferral.num_pieces
+        self.settle: Callable[[], None] = lambda: None
+        """Called at the end of each op: what still holds work of its backward hands it over."""
         self._last = schedule.num_micro_batches - 1
         self._buckets = buckets
         self.timers = timers
@@ -120,18 +131,21 @@ class WeightGradients:
         self._finished = 0  # ops
         self._filled = -1  # number of the last op before which pieces have run
 
-    def put(self, weight: Any, work: float, product: Product) -> None:
+    def put(
+        self, weight: Any, work: float, product: Product, parameters: Sequence[Any] | None = None
+    ) -> None:
         """Leave a weight's product for later; called while a backward runs.
 
         Args:
             weight: the parameter, or anything that stands for one where `product` returns None.
             work: how long the product takes, in any unit.
             product: computes the gradient.
+            parameters: all whose gradients `product` computes; by default the weight's alone.
         """
         backward = self._pending[-1]
         backward.put(weight, work, product)
         if backward.is_last:
-            self._buckets.expect(weight)
+            self._buckets.expect(weight, [weight] if parameters is None else parameters)
 
     def fill(self) -> None:
         """Run what is due before the next op; further calls before it do nothing."""
@@ -145,6 +159,12 @@ class WeightGradients:
         op = self._ops[self._finished]
         if op.kind == "B":
             self._pending.append(_Backward(op, op.micro_batch == self._last))
+
+    def close_op(self) -> None:
+        """The op of this rank that began last is about to end."""
+        self.settle()
+        if not self._is_deferred and self._ops[self._finished].kind == "B":
+            self._run(self._num_pieces)
 
     def end_op(self) -> None:
         """An op of this rank has ended."""
@@ -177,11 +197,12 @@ class WeightGradients:
     @contextmanager
     def _timed(self) -> Iterator[None]:
         """One event of a timeline: adjoining pieces of one backward."""
-        if self.timers is not None:
-            self.timers(TIMER).start()
+        timers = self.timers if self._is_deferred else None
+        if timers is not None:
+            timers(TIMER).start()
         yield
-        if self.timers is not None:
-            self.timers(TIMER).stop()
+        if timers is not None:
+            timers(TIMER).stop()
 
 
 class _Buckets:
@@ -196,7 +217,7 @@ class _Buckets:
             for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
         )
         self._groups = [group for _, group in self._waiting]
-        self._missing: set[Any] = set()
+        self._missing: dict[Any, set[Any]] = {}  # by weight: all parameters that wait with it
         self._open: set[int] = set()
 
     @contextmanager
@@ -210,13 +231,13 @@ class _Buckets:
             for group in self._groups:
                 group.is_last_microbatch = True
 
-    def expect(self, weight: Any) -> None:
-        """The weight's last gradient of the step has been put off."""
-        self._missing.add(weight)
+    def expect(self, weight: Any, parameters: Sequence[Any]) -> None:
+        """The last gradients of the step of these parameters have been put off."""
+        self._missing.setdefault(weight, set()).update(parameters)
 
     def complete(self, weight: Any) -> None:
-        """The weight's last gradient of the step is there."""
-        self._missing.discard(weight)
+        """The last gradients of the step that were put off under this weight are there."""
+        self._missing.pop(weight, None)
         self._start()
 
     def open(self, chunk: int) -> None:
@@ -227,7 +248,8 @@ class _Buckets:
     def _start(self) -> None:
         while self._waiting:
             chunk, group = self._waiting[0]
-            if chunk not in self._open or not self._missing.isdisjoint(group.params):
+            missing = any(not of.isdisjoint(group.params) for of in self._missing.values())
+            if chunk not in self._open or missing:
                 return
             self._waiting.popleft()
             # With several instances Megatron does not see that a first batch has begun already.
@@ -269,6 +291,8 @@ class _OpTimer:
             self._timer.start(barrier)
 
     def stop(self, barrier: bool = False) -> None:
+        if self._weights is not None:
+            self._weights.close_op()
         if self._timer is not None:
             self._timer.stop(barrier)
         if self._weights is not None:
@@ -365,18 +389,23 @@ class _DeferredLinear:
         return output if bias is None else _AddBias.apply(output, bias)
 
 
+def keeps_weight_gradients(model: PipelineModel) -> bool:
+    """Whether a step on this rank has to run inside `deferring`, whatever its plan says."""
+    return any(is_delayed(module) for chunk in model.chunks for module in chunk.modules())
+
+
 @contextmanager
 def deferring(
-    model: PipelineModel, schedule: PipelineSchedule, deferral: Deferral
+    model: PipelineModel, schedule: PipelineSchedule, deferral: Deferral | None
 ) -> Iterator[WeightGradients]:
     """Inside, one step runs whose weight gradients are computed where `deferral` says.
 
     A module that defers work of its own has an attribute `weight_gradients`, which is None outside.
 
     Args:
-        model: this rank's chunks, with local layers.
+        model: this rank's chunks.
         schedule: of the step; `config.timers` must stand by now.
-        deferral: the gaps, of every pipeline rank.
+        deferral: the gaps, of every pipeline rank; None puts nothing off that could run at once.
 
     What is put into the model and its config is taken out again, whatever happens; what a failed
     step has put off is dropped.
@@ -399,12 +428,13 @@ def deferring(
     with ExitStack() as stack:
         stack.enter_context(model.in_place(**settings))
         stack.enter_context(buckets.held_back())
-        modules = [m for chunk in model.chunks for m in chunk.modules()]
+        modules: list[Any] = [m for chunk in model.chunks for m in chunk.modules()]
+        _follow_stores([m for m in modules if is_delayed(m)], weights, stack)
         others = [m for m in modules if not _is_served(m)]
         shared = {p for m in others for p in m.parameters(recurse=False)}
-        for module in modules:
+        for module in modules if deferral is not None else ():
             if _is_served(module):
-                linear: Any = module  # the instance hides the class's method (0.16.1, 0.19.2)
+                linear = module  # the instance hides the class's method (0.16.1, 0.19.2)
                 linear._forward_impl = _DeferredLinear(linear, weights, shared)
                 stack.callback(delattr, linear, "_forward_impl")
             elif hasattr(module, "weight_gradients"):
@@ -420,10 +450,24 @@ def _is_served(module: torch.nn.Module) -> bool:
     return isinstance(module, _LINEAR) and method in [kind._forward_impl for kind in _LINEAR]
 
 
+def _follow_stores(layers: Sequence[Any], weights: WeightGradients, stack: ExitStack) -> None:
+    """What these layers put into their stores is run by `weights`, until the stack is closed."""
+
+    def left(stored: StoredWork) -> None:
+        weights.put(stored.parameters[0], stored.work, stored.run, stored.parameters)
+
+    stores = Stores(layers, left)
+    stack.enter_context(stores.watched())
+    weights.settle = stores.settle
+
+
 def why_not_deferrable(model: PipelineModel) -> str | None:
-    """Why weight gradients of this model are not put off; None where they can be."""
-    if model.uses_transformer_engine:
-        return "Transformer Engine's layers are not served yet"
+    """Why weight gradients of this model are not put off; None where they can be.
+
+    The same on every rank, also where one has no layer.
+    """
+    if model.uses_transformer_engine and not model.config.delay_wgrad_compute:
+        return "Transformer Engine's layers were built without delay_wgrad_compute"
     if model.config.defer_embedding_wgrad_compute:
         return "defer_embedding_wgrad_compute already puts off the output layer's"
     if model.config.enable_autocast:
