@@ -152,5 +152,5 @@ def _forget(layer: Any) -> None:
     waiting = layer.wgrad_store.context
     while not waiting.empty():
         waiting.get_nowait()
-        for parameter in _delayed_parameters(layer):
-            parameter.grad = None
+    for parameter in _delayed_parameters(layer):
+        parameter.grad = None

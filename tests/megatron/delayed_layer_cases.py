@@ -317,3 +317,36 @@ def built_with(layout: dict[str, int], **settings: Any) -> dict[str, Any]:
 def _local_spec(config: Any, *, use_te: bool, vp_stage: int | None) -> Any:
     assert use_te
     return decoder_spec(config, use_te=False, vp_stage=vp_stage)
+
+
+def adopted(layout: dict[str, int]) -> dict[str, str]:
+    """What `from_chunks` says of chunks whose layers, config and DDP know of delay, or not."""
+    model = build_engine(Kind(), layout, ddp={}, transformer={}).model
+    patch = unittest.mock.patch.object
+    changes: dict[str, Any] = {
+        "as they should be": contextlib.nullcontext(),
+        "config": patch(model.config, "delay_wgrad_compute", False),
+        "ddp": patch(model.chunks[0].ddp_config, "delay_wgrad_compute", False),
+        "hooks": _without_hooks(),
+    }
+    said = {}
+    for name, change in changes.items():
+        with change:
+            try:
+                model_module.PipelineModel.from_chunks(model.chunks, model.placement)
+                said[name] = ""
+            except ValueError as error:
+                said[name] = str(error)
+    return said
+
+
+@contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Inside, layers are as those of the first versions that had stores."""
+    name = "register_wgrad_accumulation_and_reduce_hooks"
+    register = getattr(StandIn, name)
+    delattr(StandIn, name)
+    try:
+        yield
+    finally:
+        setattr(StandIn, name, register)
