@@ -221,8 +221,8 @@ def _delay_faults(chunks: Sequence[Any]) -> Iterator[str]:
     """Layers that keep weight gradients for later need a config and a DDP that know of it."""
     for i, chunk in enumerate(chunks):
         layers = [module for module in chunk.modules() if is_delayed(module)]
-        known = chunk.config.delay_wgrad_compute and chunk.ddp_config.delay_wgrad_compute
-        if layers and not known:
+        configs = (chunk.config, chunk.ddp_config)
+        if layers and not all(config.delay_wgrad_compute for config in configs):
             yield (
                 f"chunk {i} has layers that delay their weight gradients, which would be lost: set "
                 "delay_wgrad_compute in the model's config and in that of DDP, too"

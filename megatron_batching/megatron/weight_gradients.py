@@ -466,7 +466,8 @@ def why_not_deferrable(model: PipelineModel) -> str | None:
 
     The same on every rank, also where one has no layer.
     """
-    if model.uses_transformer_engine and not model.config.delay_wgrad_compute:
+    delays = getattr(model.config, "delay_wgrad_compute", False)  # older versions have none
+    if model.uses_transformer_engine and not delays:
         return "Transformer Engine's layers were built without delay_wgrad_compute"
     if model.config.defer_embedding_wgrad_compute:
         return "defer_embedding_wgrad_compute already puts off the output layer's"
