@@ -29,7 +29,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_batching.megatron.delayed_layers import has_hooks, is_delayed
+from megatron_batching.megatron.delayed_layers import has_hooks, is_delayed, is_half_frozen
 from megatron_batching.megatron.model import PipelineModel, unwrap
 from megatron_batching.megatron.options import reason_against
 from megatron_batching.megatron.parallel import Placement
@@ -231,6 +231,11 @@ def _delay_faults(chunks: Sequence[Any]) -> Iterator[str]:
             yield (
                 f"chunk {i} has layers that delay their weight gradients and tell DDP nothing of "
                 "them; use a later Transformer Engine, or build them without delay_wgrad_compute"
+            )
+        if any(map(is_half_frozen, layers)):
+            yield (
+                f"chunk {i} has layers that delay their weight gradients and train a bias beside a "
+                "frozen weight, whose gradient would never come; freeze both or neither"
             )
 
 

@@ -60,6 +60,14 @@ def can_delay(config: Any) -> bool:
     )
 
 
+def is_half_frozen(layer: Any) -> bool:
+    """Whether a layer trains a bias whose gradient would come with that of its frozen weight."""
+    marked = [p for p in layer.parameters(recurse=False) if _is_marked(p)]
+    weights = [parameter for parameter in marked if parameter.dim() > 1]
+    trained = [parameter for parameter in marked if parameter.requires_grad]
+    return bool(trained) and not any(weight.requires_grad for weight in weights)
+
+
 class StoredWork:
     """What one backward of a layer has left in the layer's store.
 
@@ -136,8 +144,13 @@ def _delayed_parameters(layer: Any) -> list[Any]:
     return [
         parameter
         for parameter in layer.parameters(recurse=False)
-        if parameter.requires_grad and getattr(parameter, "skip_backward_post_hook", False)
+        if parameter.requires_grad and _is_marked(parameter)
     ]
+
+
+def _is_marked(parameter: Any) -> bool:
+    """Whether DDP waits for `backward_dw()` instead of for the end of the backward."""
+    return getattr(parameter, "skip_backward_post_hook", False)
 
 
 def _num_rows(operand: Any) -> int:

@@ -321,13 +321,16 @@ def _local_spec(config: Any, *, use_te: bool, vp_stage: int | None) -> Any:
 
 def adopted(layout: dict[str, int]) -> dict[str, str]:
     """What `from_chunks` says of chunks whose layers, config and DDP know of delay, or not."""
-    model = build_engine(Kind(), layout, ddp={}, transformer={}).model
+    engine = build_engine(Kind(), layout, ddp={}, transformer={})
+    model, layer = engine.model, next(iter(stand_ins(engine).values()))
     patch = unittest.mock.patch.object
     changes: dict[str, Any] = {
         "as they should be": contextlib.nullcontext(),
         "config": patch(model.config, "delay_wgrad_compute", False),
         "ddp": patch(model.chunks[0].ddp_config, "delay_wgrad_compute", False),
         "hooks": _without_hooks(),
+        "weight": _frozen(layer.weight),
+        "bias": _frozen(layer.bias),
     }
     said = {}
     for name, change in changes.items():
@@ -338,6 +341,15 @@ def adopted(layout: dict[str, int]) -> dict[str, str]:
             except ValueError as error:
                 said[name] = str(error)
     return said
+
+
+@contextlib.contextmanager
+def _frozen(parameter: Any) -> Iterator[None]:
+    parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(True)
 
 
 @contextlib.contextmanager

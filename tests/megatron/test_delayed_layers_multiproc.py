@@ -71,7 +71,8 @@ def test_layers_are_built_with_delay_where_it_serves(
 
 def test_chunks_whose_gradients_would_be_lost_are_refused(pools: Pools) -> None:
     [said] = pools[1].run(cases.adopted, layout={})
-    assert said["as they should be"] == ""
+    assert said["as they should be"] == said["bias"] == ""
+    assert "freeze both or neither" in said["weight"]
     for name in ("config", "ddp"):
         assert "set delay_wgrad_compute in the model's config and in that of DDP" in said[name]
     assert "use a later Transformer Engine" in said["hooks"]
