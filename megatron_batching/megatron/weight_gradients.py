@@ -7,11 +7,11 @@ Inside `deferring` the linear layers of Megatron's local spec leave the second o
 of its ops; they run between posting and waiting, where the rank would stand still.
 
 Work runs first-in-first-out, so that each weight adds up its gradients in the order of the
-backwards, and a weight that one micro-batch uses several times (the output layer under MTP) adds
-these up first, as autograd does: the sums are those without deferral, bit for bit. Undeferred
-stay frozen weights, weights that are no matrix of a linear layer or that a layer of another kind
-has too (a tied embedding beside MTP), layers whose input needs no gradient, and linear layers whose
-`_forward_impl` is somebody else's.
+backwards, and a weight that one micro-batch uses several times adds these up first, as autograd
+does: the sums are those without deferral, bit for bit. Undeferred stay frozen weights, weights that
+are no matrix of a linear layer, layers whose input needs no gradient, linear layers whose
+`_forward_impl` is somebody else's, and the output layer: it would have to keep the gradient of the
+logits, a number for each word of the vocabulary and token.
 
 Each linear layer keeps its input and the gradient of its output until its work has run. Under
 sequence parallelism that is the rank's own share of the input; the rest is gathered when the work
@@ -351,14 +351,13 @@ class _AddBias(torch.autograd.Function):
 class _DeferredLinear:
     """`_forward_impl` of one linear layer, with its weight's product left for later."""
 
-    def __init__(self, layer: Any, weights: WeightGradients, shared: set[Any]) -> None:
+    def __init__(self, layer: Any, weights: WeightGradients) -> None:
         # Called with keywords alone (0.16.1, 0.19.2).
-        self._plain, self._weights, self._shared = layer._forward_impl, weights, shared
+        self._plain, self._weights = layer._forward_impl, weights
 
     def __call__(self, input: torch.Tensor, weight: Any, bias: Any = None, **options: Any) -> Any:
         is_served = (
             weight.requires_grad
-            and weight not in self._shared
             and input.requires_grad
             and torch.is_grad_enabled()
             and options.get("grad_output_buffer") is None
@@ -430,12 +429,11 @@ def deferring(
         stack.enter_context(buckets.held_back())
         modules: list[Any] = [m for chunk in model.chunks for m in chunk.modules()]
         _follow_stores([m for m in modules if is_delayed(m)], weights, stack)
-        others = [m for m in modules if not _is_served(m)]
-        shared = {p for m in others for p in m.parameters(recurse=False)}
+        last = [getattr(gpt, "output_layer", None) for gpt in model.gpts]
         for module in modules if deferral is not None else ():
-            if _is_served(module):
+            if _is_served(module) and module not in last:
                 linear = module  # the instance hides the class's method (0.16.1, 0.19.2)
-                linear._forward_impl = _DeferredLinear(linear, weights, shared)
+                linear._forward_impl = _DeferredLinear(linear, weights)
                 stack.callback(delattr, linear, "_forward_impl")
             elif hasattr(module, "weight_gradients"):
                 module.weight_gradients = weights

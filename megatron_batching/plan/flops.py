@@ -10,7 +10,8 @@ than peak. `megatron-batching calibrate` measures those; ratios between stages a
 decide a plan, are mostly right without.
 
 The gradient of a weight is one product like the forward's and may run later than the rest of the
-backward; attention scores have no weights, and what recompute does again belongs to the rest.
+backward; attention scores have no weights, and what recompute does again belongs to the rest. So
+does the LM head, whose gradient of the logits nobody wants to keep.
 
 Experts are taken to be used evenly. Then each rank computes as much for them as for its own
 micro-batch, whatever ep is; what ep and etp change is how many of their weights it reads.
@@ -114,6 +115,7 @@ def _stage_flops(
         layers += [_mtp_layer(config, projected, layout)] * stage.mtp_layers
         rows = np.array(layers).reshape(len(layers), 3)
         forward[number] = rows.sum(0)
+        weight[number] = forward[number] * [1.0, 1.0, 0.0]
         other[number] = _recomputed(config, rows)
         first += stage.decoder_layers
         if stage.has_loss:
@@ -121,7 +123,6 @@ def _stage_flops(
             passes = 1 + sum(stage.mtp_layers for stage in stages)
             head = 2.0 * hidden * vocab_size
             forward[number] += [OVERHEAD_TOKENS * head, passes * head, 0.0]
-        weight[number] = forward[number] * [1.0, 1.0, 0.0]
         copied = EMBEDDING_BYTES * FLOP_PER_BYTE * hidden
         copied *= stage.has_embedding + stage.mtp_layers
         forward[number, 1] += copied

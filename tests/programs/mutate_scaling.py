@@ -45,7 +45,7 @@ SCALING_TESTS = (
 WEIGHT_TESTS = (
     "tests/megatron/test_weight_gradients_multiproc.py",
     "-k",
-    "vpp and padded or latent or tied and several or four_ranks and overlapped",
+    "vpp and padded or latent or four_ranks and overlapped",
 )
 
 # What must pass; the tests of each file's mutants.
@@ -159,7 +159,6 @@ MUTANTS = {
         "chunk not in self._open",
         "False",
     ),
-    "uses of a tied weight apart": (WEIGHTS, "and weight not in self._shared", "and True"),
     "another kernel for what is put off": (WEIGHTS, ".detach().requires_grad_()", ".detach()"),
 }
 
