@@ -41,6 +41,7 @@ setup(
     package_data={
         "megatron_batching": [
             "py.typed",
+            "__init__.pyi",
             "*/__init__.pyi",
             "configs/*.yaml",
             "configs/verl/*.yaml",

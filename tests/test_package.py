@@ -84,3 +84,13 @@ def test_commands_find_their_configs_outside_a_checkout(
     )
     assert ended.returncode == code, ended.stderr
     assert words in ended.stdout + ended.stderr
+
+
+def test_names_of_a_first_script_are_those_of_the_packages() -> None:
+    import megatron_batching
+    from megatron_batching import data, engine, megatron, plan
+
+    rooms = (data, engine, megatron, plan)
+    for name in megatron_batching.__all__:
+        homes = [getattr(room, name) for room in rooms if name in room.__all__]
+        assert name == "__version__" or homes == [getattr(megatron_batching, name)]
