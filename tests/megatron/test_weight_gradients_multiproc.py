@@ -40,7 +40,12 @@ ON_TWO = {
     "padded, per token": Case(layout=PP2, batching=PADDED, model=PER_TOKEN),
     "vpp, padded, per token": Case(layout=VPP2, batching=PADDED, model=PER_TOKEN),
     "bf16": Case(layout=PP2, model={"precision": "bf16"}),
-    "recomputed": Case(layout=PP2, model={"transformer": FULL}),
+    "recomputed": Case(
+        layout=PP2,
+        model={"transformer": FULL},
+        # Engines do not put weight gradients off there by themselves.
+        batching={"max_tokens_per_micro_batch": 36, "defer_weight_gradients": True},
+    ),
     "partly recomputed": Case(layout=PP2, model={"transformer": SOME}),
     "experts": Case(layout=PP2, model={"transformer": MOE}),
     "several uses": Case(layout=PP2, batching=EVEN, model={"transformer": MTP}),
