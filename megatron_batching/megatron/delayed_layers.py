@@ -48,8 +48,9 @@ def can_delay(config: Any) -> bool:
     """Whether layers of the installed Transformer Engine can be built so for this config.
 
     The first versions that delay anything tell DDP nothing. Layers run as fused operations have no
-    store, and shared experts that overlap with communication run on a stream of
-    their own, whose memory must not be read later from another.
+    store, and shared experts that overlap with communication run on a stream of their own, whose
+    memory must not be read later from another. Where everything is recomputed, what such layers
+    keep until the end of a backward would be most of what a step holds.
     """
     from megatron.core.extensions.transformer_engine import TELinear
 
@@ -57,6 +58,7 @@ def can_delay(config: Any) -> bool:
         has_hooks(TELinear)
         and not getattr(config, "use_transformer_engine_op_fuser", False)
         and not config.moe_shared_expert_overlap
+        and config.recompute_granularity != "full"
     )
 
 
