@@ -180,7 +180,8 @@ def build_engine(
         return PipelineEngine(
             model=replace(MODEL, ddp=ddp, transformer=transformer),
             placement=placement,
-            batching=BatchingOptions(max_tokens_per_micro_batch=36),
+            # Under full recompute engines put nothing off unless they are told to.
+            batching=BatchingOptions(max_tokens_per_micro_batch=36, defer_weight_gradients=True),
             seed=SEED,
         )
 
@@ -263,8 +264,12 @@ def started_buckets(layout: dict[str, int], how: str) -> dict[str, list[int]]:
     for number, group in enumerate(order):
         start = group.start_grad_sync
 
-        def starting(*args: Any, number: int = number, start: Any = start, **kwargs: Any) -> None:
-            found["started"].append(number)
+        def starting(
+            *args: Any, number: int = number, group: Any = group, start: Any = start, **kwargs: Any
+        ) -> None:
+            # What is under way already is asked for again in a first batch, and not started again.
+            if group.grad_reduce_handle is None:
+                found["started"].append(number)
             start(*args, **kwargs)
 
         group.start_grad_sync = starting
