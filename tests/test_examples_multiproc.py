@@ -62,7 +62,7 @@ def test_programs_on_two_processes(tmp_path: Path) -> None:
     output = run(*ON_TWO, *map(str, files))
     for file in files:
         assert f"finished {file}" in output
-    assert "limit       16384 tokens" in output and "step 2: loss" in output
+    assert "limit       4096 tokens" in output and "step 2: loss" in output
     if not has_bridge:
         pytest.skip(f"{HUGGING_FACE} needs pip install megatron-batching[hf]; all others ran")
     assert "of the new folder" in output
