@@ -151,7 +151,7 @@ MUTANTS = {
     ),
     "buckets before their weight gradients": (
         WEIGHTS,
-        "not self._missing.isdisjoint(group.params)",
+        "any(not of.isdisjoint(group.params) for of in self._missing.values())",
         "False",
     ),
     "buckets before the last backward": (
