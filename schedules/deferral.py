@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from .ops import Op, PipelineSchedule
 from .programs import CommunicationShape, Instruction, Program, Wait, programs
@@ -75,9 +76,9 @@ class Deferral:
         total = self.num_pieces * schedule.num_micro_batches * schedule.vpp
         for rank, row in enumerate(self.counts):
             made = 0
+            counts = accumulate(row)
             for at, op in enumerate(schedule.ops(rank)):
-                count = sum(row[: at + 1])
-                if count > made:
+                if (count := next(counts)) > made:
                     raise ValueError(
                         f"pp rank {rank} would run {count} pieces before its op {at}, {op}, when "
                         f"its backwards have made {made}: a piece runs after its backward"

@@ -111,6 +111,7 @@ class _Filler(Run):
         self.limit = limit * (1 + ROUNDING)
         self.programs = programs(schedule, communication.shape)
         self.points = fill_points(schedule, communication.shape)
+        self.ops = [schedule.ops(rank) for rank in range(schedule.pp)]
         counts = np.ones(schedule.num_micro_batches) if tokens is None else tokens
         self.held_by = (counts / schedule.vpp).tolist()  # [M] tokens that one chunk holds
         self.held = [0.0] * schedule.pp
@@ -143,7 +144,7 @@ class _Filler(Run):
 
     def fill_gap(self, rank: int, at: int, arrival: float) -> None:
         """Run pieces before op number `at`, whose input arrives at a known time."""
-        op, pending = self.schedule.ops(rank)[at], self.pending[rank]
+        op, pending = self.ops[rank][at], self.pending[rank]
         needed = self.held_by[op.micro_batch] if op.kind == "F" else 0.0
         while pending:
             rest = arrival - self.clock[rank]

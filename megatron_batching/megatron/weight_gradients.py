@@ -57,7 +57,7 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from megatron_batching.megatron.collectives import gather_into
 from megatron_batching.megatron.delayed_layers import StoredWork, Stores, is_delayed
 from megatron_batching.megatron.model import PipelineModel
-from megatron_batching.schedules import Deferral, Op, PipelineSchedule
+from megatron_batching.schedules import Deferral, PipelineSchedule
 
 TIMER = "weight-gradient-compute"
 _LINEAR = (layers.ColumnParallelLinear, layers.RowParallelLinear)
@@ -70,8 +70,8 @@ Product = Callable[[], "torch.Tensor | None"]
 class _Backward:
     """What one backward has left: the uses of each weight, in the order of the weights."""
 
-    def __init__(self, op: Op, is_last: bool) -> None:
-        self.op, self.is_last = op, is_last
+    def __init__(self, is_last: bool) -> None:
+        self.is_last = is_last
         self._products: dict[Any, list[Product]] = {}
         self._work: dict[Any, float] = {}
         self._left = self._total = 0.0
@@ -158,7 +158,7 @@ class WeightGradients:
         self.fill()
         op = self._ops[self._finished]
         if op.kind == "B":
-            self._pending.append(_Backward(op, op.micro_batch == self._last))
+            self._pending.append(_Backward(op.micro_batch == self._last))
 
     def close_op(self) -> None:
         """The op of this rank that began last is about to end."""
@@ -390,7 +390,10 @@ class _DeferredLinear:
 
 def keeps_weight_gradients(model: PipelineModel) -> bool:
     """Whether a step on this rank has to run inside `deferring`, whatever its plan says."""
-    return any(is_delayed(module) for chunk in model.chunks for module in chunk.modules())
+    # Layers delay only where the config says so; without that nobody need look at them each step.
+    return getattr(model.config, "delay_wgrad_compute", False) and any(
+        is_delayed(module) for chunk in model.chunks for module in chunk.modules()
+    )
 
 
 @contextmanager

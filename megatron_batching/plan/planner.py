@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -44,7 +45,15 @@ _NOT_YET = Prediction(
 )
 
 
-_Found = tuple[int | None, list[Packing], list[Deferral | None]]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Found:
+    """What a search ended with: one packing, its features [M, 3] and deferral for each replica."""
+
+    group: int | None
+    packings: list[Packing]
+    features: list[np.ndarray]
+    deferrals: list[Deferral | None]
+    step_time: float
 
 
 def plan_mini_batch(
@@ -75,27 +84,23 @@ def plan_mini_batch(
     started = time.perf_counter()
     problem = _problem(lengths, layout, options, cost_model, owners)
     items = problem.items
-    bound = max(lower_bounds(problem, layout, options))
-    step_time, (group, packings, deferrals) = _search(problem, layout, options)
+    found, bound = _search(problem, layout, options)
     return MicroBatchPlan(
         layout=layout,
         options=options,
-        group=group,
+        group=found.group,
         lengths=items.lengths,
         owners=items.owners,
-        replicas=tuple(
-            replace(_replica(rank, packing, problem, items), deferral=deferrals[rank])
-            for rank, packing in enumerate(packings)
-        ),
+        replicas=tuple(_replica(rank, found, items) for rank in range(len(found.packings))),
         predicted=predict(
             problem.model,
             layout,
-            group,
-            [problem.features(packing) for packing in packings],
+            found.group,
+            found.features,
             bound,
             forward_only=options.forward_only,
-            deferrals=deferrals,
-            step_time=step_time,
+            deferrals=found.deferrals,
+            step_time=found.step_time,
         ),
         planning_seconds=time.perf_counter() - started,
     )
@@ -222,23 +227,45 @@ def _problem(
 
 def _search(
     problem: PackingProblem, layout: Layout, options: BatchingOptions
-) -> tuple[float, _Found]:
-    """Step time, and: group, packing of each replica, and where its weight gradients run.
+) -> tuple[_Found, float]:
+    """The best plan found, and the step time that none can beat.
 
     With weight gradients in the gaps other cuts are best, but the search only estimates how well
     they fill; so the best cut without them is tried too, and with them is never slower.
     """
-    tried: list[tuple[float, _Found]] = []
-    for deferred in (True, False) if problem.deferred else (False,):
-        group, packings = Search(problem.judged(deferred), layout, options).run()
-        features = [problem.features(packing) for packing in packings]
-        if tried:
-            least = least_deferred_step_time(problem.model, layout, group, features)
-            if least >= tried[0][0]:
-                break
-        deferrals, step_time = _deferrals(problem, options, group, features)
-        tried.append((step_time, (group, packings, deferrals)))
-    return min(tried, key=lambda found: found[0])
+    first = Search(problem, layout, options)
+    best = _filled(problem, options, *_cut(first))
+    if problem.deferred and options.method == "search":
+        group, packings, features = _cut(Search(problem.judged(False), layout, options))
+        least = least_deferred_step_time(problem.model, layout, group, features)
+        if least < best.step_time:
+            other = _filled(problem, options, group, packings, features)
+            best = min(best, other, key=attrgetter("step_time"))
+    return best, first.bound
+
+
+def _cut(search: Search) -> tuple[int | None, list[Packing], list[np.ndarray]]:
+    """Group, and packing and features [M, 3] of each replica, that a search finds."""
+    group, packings = search.run()
+    return group, packings, [search.problem.features(packing) for packing in packings]
+
+
+def _filled(
+    problem: PackingProblem,
+    options: BatchingOptions,
+    group: int | None,
+    packings: list[Packing],
+    features: list[np.ndarray],
+) -> _Found:
+    """What comes of these micro-batches, weight gradients in the gaps where they may be."""
+    deferrals, step_time = _deferrals(problem, options, group, features)
+    return _Found(
+        group=group,
+        packings=packings,
+        features=features,
+        deferrals=deferrals,
+        step_time=step_time,
+    )
 
 
 def _deferrals(
@@ -274,8 +301,8 @@ def _replicas_of_rows(
     )
 
 
-def _replica(rank: int, packing: Packing, problem: PackingProblem, items: Items) -> ReplicaPlan:
-    tokens = problem.features(packing)[:, 1].astype(int).tolist()
+def _replica(rank: int, found: _Found, items: Items) -> ReplicaPlan:
+    tokens = found.features[rank][:, 1].astype(int).tolist()
     return ReplicaPlan(
         dp_rank=rank,
         micro_batches=tuple(
@@ -284,6 +311,7 @@ def _replica(rank: int, packing: Packing, problem: PackingProblem, items: Items)
                 tokens=total,
                 dummy=not len(held),
             )
-            for held, total in zip(packing, tokens, strict=True)
+            for held, total in zip(found.packings[rank], tokens, strict=True)
         ),
+        deferral=found.deferrals[rank],
     )

@@ -94,17 +94,13 @@ def step_times(
         beside: [M, 3] or [C, M, 3] of each replica that meets this one in MoE layers.
     """
     schedule = make_schedule(layout, group, features.shape[1], forward_only=forward_only)
-    forward, backward, weight_gradient = _op_times(model, features)
+    op_times = _op_times if deferred else CostModel.times
+    times = op_times(model, features)
     for rows in beside:  # of one candidate, or of each: broadcast one by one
-        forward, backward, weight_gradient = (
-            np.maximum(longest, of)
-            for longest, of in zip(
-                (forward, backward, weight_gradient), _op_times(model, rows), strict=True
-            )
-        )
-    if deferred:
-        return simulate_many_deferred(schedule, forward, backward, weight_gradient, COMMUNICATION)
-    return simulate_many(schedule, forward, backward, COMMUNICATION)
+        beside_times = op_times(model, rows)
+        times = tuple(np.maximum(a, b) for a, b in zip(times, beside_times, strict=True))
+    run = simulate_many_deferred if deferred else simulate_many
+    return run(schedule, *times, communication=COMMUNICATION)
 
 
 def _op_times(model: CostModel, features: np.ndarray) -> tuple[np.ndarray, ...]:
