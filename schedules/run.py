@@ -59,9 +59,9 @@ class Run:
         self.times = {"F": times.forward.tolist(), "B": times.backward.tolist()}
         if num_pieces and times.weight_gradient is not None:
             self.times["B"] = times.input_gradient.tolist()
-            self.times["W"] = (times.weight_gradient / num_pieces).tolist()
+            self.times["W"] = (times.weight_gradient / num_pieces + times.piece).tolist()
         elif num_pieces:
-            self.times["W"] = np.zeros_like(times.backward).tolist()
+            self.times["W"] = np.full_like(times.backward, times.piece).tolist()
         if tokens is None:
             tokens = np.zeros(schedule.num_micro_batches, dtype=np.int64)
         self.transfer: list[float] = communication.transfer_times(tokens).tolist()

@@ -28,11 +28,13 @@ class StageTimes:
         backward: [M, S], all of it; zeros for a forward-only schedule.
         weight_gradient: [M, S], the part of `backward` that may run later (see `Deferral`); None,
             or zeros, where none may. It counts only with a deferral.
+        piece: time that each piece of a weight gradient takes beyond its share of it.
     """
 
     forward: FloatArray
     backward: FloatArray
     weight_gradient: FloatArray | None = None
+    piece: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "weight_gradient"):
@@ -47,6 +49,8 @@ class StageTimes:
             if not np.all(np.isfinite(value)) or np.any(value < 0):
                 raise ValueError(f"{name} holds a negative or non-finite time: use times >= 0")
             object.__setattr__(self, name, value)
+        if not (math.isfinite(self.piece) and self.piece >= 0):
+            raise ValueError(f"piece is {self.piece}: it must be finite and not negative")
         if self.forward.shape != self.backward.shape:
             raise ValueError(
                 f"forward is {self.forward.shape} and backward {self.backward.shape}: "

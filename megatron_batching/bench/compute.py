@@ -71,7 +71,9 @@ class PacedCompute:
         work = float(relative.load(samples).sum()) / (layout.pp * layout.dp)
         scale = config.work_s / work
         self._told = relative.scaled(scale, unit="s")
-        self.cost_model = relative.scaled(scale, unit="s", op_time=costs.op_s)
+        self.cost_model = relative.scaled(
+            scale, unit="s", op_time=costs.op_s, piece_time=costs.piece_s
+        )
         # Paced steps are short for the sake of the benchmark; a search that keeps to a share of the
         # step's seconds should not take them for the step of the model that they stand for.
         self.planning_model = replace(self.cost_model, unit="paced s")

@@ -196,10 +196,14 @@ def fit_cost_model(
         whole = [fit.coefficients for fit in fits["backward"]]
         fits["weight_gradient"] = _fit_stages(times, "W", num_stages, whole)
     found = {name: np.array([f.coefficients for f in of]) for name, of in fits.items()}
-    if "weight_gradient" in found:
+    weight = found.get("weight_gradient")
+    if weight is not None:
         # Each is fitted by itself, so that noise may make the part larger than the whole.
-        found["weight_gradient"] = np.minimum(found["weight_gradient"], found["backward"])
-    return CostModel(**found, unit="s"), fits
+        weight = np.minimum(weight, found["backward"])
+    model = CostModel(
+        forward=found["forward"], backward=found["backward"], weight_gradient=weight, unit="s"
+    )
+    return model, fits
 
 
 def _fit_stages(

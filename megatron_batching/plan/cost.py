@@ -58,6 +58,8 @@ class CostModel:
     weight_gradient: np.ndarray | None = None
     """[S, 3], the part of `backward` that may run later: the products that give the gradients of
     weights. None where it is not known; plans then put no weight gradient off."""
+    piece_time: float = 0.0
+    """What each piece of a weight gradient that is put off costs beyond its share, on any stage."""
     unit: str = "token"
     """What one unit of time is: `s`, `FLOP`, or a relative one."""
 
@@ -88,13 +90,16 @@ class CostModel:
                 "weight_gradient must be a part of backward: as many stages, and no coefficient "
                 "above backward's"
             )
+        checked("piece_time", self.piece_time, float)
+        if not 0 <= self.piece_time < np.inf:
+            raise ValueError(f"piece_time={self.piece_time} must be finite and at least 0")
         if not self.forward[:, 1:].any():
             raise ValueError("forward must cost something per token or per token pair")
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, CostModel)
-            and self.unit == other.unit
+            and (self.unit, self.piece_time) == (other.unit, other.piece_time)
             and np.array_equal(self.forward, other.forward)
             and np.array_equal(self.backward, other.backward)
             and (self.weight_gradient is None) == (other.weight_gradient is None)
@@ -103,7 +108,8 @@ class CostModel:
 
     def __hash__(self) -> int:
         weight = self._weight_gradient.tobytes()
-        return hash((self.unit, self.forward.tobytes(), self.backward.tobytes(), weight))
+        parts = (self.forward.tobytes(), self.backward.tobytes(), weight)
+        return hash((self.unit, self.piece_time, *parts))
 
     @property
     def _weight_gradient(self) -> np.ndarray:
@@ -124,8 +130,12 @@ class CostModel:
         """The part of the backward time that may run later: features [..., 3] to [..., S]."""
         return weigh(features, self._weight_gradient)
 
-    def scaled(self, factor: float, *, unit: str, op_time: float = 0.0) -> CostModel:
-        """Every time multiplied, and `op_time` in the new unit added to each forward and backward.
+    def scaled(
+        self, factor: float, *, unit: str, op_time: float = 0.0, piece_time: float = 0.0
+    ) -> CostModel:
+        """Every time multiplied; in the new unit `op_time` is added to each forward and backward.
+
+        And `piece_time` to each piece of a weight gradient that is put off.
 
         >>> model = CostModel(forward=[[0.0, 1.0, 0.0]], backward=[[0.0, 2.0, 0.0]])
         >>> model.scaled(0.5, unit="s", op_time=0.1).backward.tolist()
@@ -137,6 +147,7 @@ class CostModel:
             forward=factor * self.forward + extra,
             backward=factor * self.backward + extra,
             weight_gradient=None if weight is None else factor * weight,
+            piece_time=factor * self.piece_time + piece_time,
             unit=unit,
         )
 
@@ -161,18 +172,20 @@ class CostModel:
             "forward": self.forward.tolist(),
             "backward": self.backward.tolist(),
             **({} if weight is None else {"weight_gradient": weight.tolist()}),
+            **({"piece_time": self.piece_time} if self.piece_time else {}),
         }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> CostModel:
         """Read what `to_json` wrote; ValueError when a key is missing or unknown."""
         arrays = ("forward", "backward", "weight_gradient")
-        unknown = sorted(set(map(str, value)) - {"unit", *arrays})
+        unknown = sorted(set(map(str, value)) - {"unit", "piece_time", *arrays})
         missing = sorted({"forward", "backward"} - set(value))
         if unknown or missing:
             raise ValueError(
                 f"cost model JSON has unknown keys {unknown} and lacks {missing}: it needs forward "
-                "and backward, each [virtual stages][3], and may have weight_gradient and unit"
+                "and backward, each [virtual stages][3], and may have weight_gradient, piece_time "
+                "and unit"
             )
         try:
             coefficients = {
@@ -183,7 +196,8 @@ class CostModel:
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"cost model JSON: {one_line(error)}") from None
         unit = entry({"unit": "token", **value}, "unit", str)
-        return cls(**coefficients, unit=unit)
+        piece_time = entry({"piece_time": 0.0, **value}, "piece_time", float)
+        return cls(**coefficients, piece_time=piece_time, unit=unit)
 
 
 def weigh(features: np.ndarray, coefficients: np.ndarray) -> np.ndarray:

@@ -28,13 +28,13 @@ from megatron_batching.plan.predict import (
     linked_times,
     make_schedule,
     slowest_step_time,
+    stage_times,
 )
 from megatron_batching.schedules import (
     Communication,
     Deferral,
     PipelineSchedule,
     Simulation,
-    StageTimes,
     format_time,
     simulate,
 )
@@ -166,10 +166,10 @@ class MicroBatchPlan:
         linked = self.layout.linked_replicas
         first = dp_rank - dp_rank % linked
         features = [self.features(rank) for rank in range(first, first + linked)]
-        [(forward, backward, weight)] = linked_times(model, self.layout, features)
+        [times] = linked_times(model, self.layout, features)
         return simulate(
             self.schedule(dp_rank),
-            StageTimes(forward=forward, backward=backward, weight_gradient=weight),
+            stage_times(model, times),
             communication,
             [batch.tokens for batch in self.replicas[dp_rank].micro_batches],
             self.replicas[dp_rank].deferral,

@@ -25,6 +25,7 @@ from megatron_batching.plan.options import BatchingOptions
 from megatron_batching.plan.pack import Packing, PackingProblem
 from megatron_batching.plan.padding import padded_lengths
 from megatron_batching.plan.predict import (
+    LEAST_GAIN,
     Prediction,
     find_deferrals,
     least_deferred_step_time,
@@ -231,16 +232,20 @@ def _search(
     """The best plan found, and the step time that none can beat.
 
     With weight gradients in the gaps other cuts are best, but the search only estimates how well
-    they fill; so the best cut without them is tried too, and with them is never slower.
+    they fill; so the best cut without them is tried too, with and without. Putting off has to gain
+    `LEAST_GAIN` over that one.
     """
     first = Search(problem, layout, options)
     best = _filled(problem, options, *_cut(first))
     if problem.deferred and options.method == "search":
-        group, packings, features = _cut(Search(problem.judged(False), layout, options))
-        least = least_deferred_step_time(problem.model, layout, group, features)
-        if least < best.step_time:
-            other = _filled(problem, options, group, packings, features)
-            best = min(best, other, key=attrgetter("step_time"))
+        whole = problem.judged(False)
+        cut = _cut(Search(whole, layout, options))
+        other = _filled(whole, options, *cut)
+        if least_deferred_step_time(problem.model, layout, cut[0], cut[2]) < best.step_time:
+            best = min(best, _filled(problem, options, *cut), key=attrgetter("step_time"))
+        margin = 0.0 if best.deferrals[0] is None else LEAST_GAIN
+        if best.step_time > other.step_time * (1 - margin):
+            best = other
     return best, first.bound
 
 

@@ -33,7 +33,10 @@ from megatron_batching.schedules import (
     simulate_many_deferred,
 )
 
-LEAST_GAIN = 1e-3  # relative; weight gradients stay where they are for less
+# Relative: for less of the step no weight gradient is put off. What is foretold is off by about as
+# much, and what is put off holds memory.
+LEAST_GAIN = 0.01
+LEAST_GAIN_OF_REPLICA = 1e-3  # beside one that puts off: for less, each W after its backward
 # What `run_schedule` does: shapes planned, receives posted ahead, sends of 1F1B not waited for at
 # once. Messages take no time.
 COMMUNICATION = Communication(overlap_warmup_flush=True, overlap_sends=True)
@@ -94,7 +97,7 @@ def step_times(
         beside: [M, 3] or [C, M, 3] of each replica that meets this one in MoE layers.
     """
     schedule = make_schedule(layout, group, features.shape[1], forward_only=forward_only)
-    op_times = _op_times if deferred else CostModel.times
+    op_times = _deferred_op_times if deferred else CostModel.times
     times = op_times(model, features)
     for rows in beside:  # of one candidate, or of each: broadcast one by one
         beside_times = op_times(model, rows)
@@ -106,6 +109,17 @@ def step_times(
 def _op_times(model: CostModel, features: np.ndarray) -> tuple[np.ndarray, ...]:
     """Times of forward, backward, and the weight gradients in it: features [..., 3] to [..., S]."""
     return (*model.times(features), model.weight_gradient_times(features))
+
+
+def _deferred_op_times(model: CostModel, features: np.ndarray) -> tuple[np.ndarray, ...]:
+    """`_op_times` where weight gradients are put off, each in one piece."""
+    forward, backward, weight = _op_times(model, features)
+    return forward, backward + model.piece_time, weight + model.piece_time
+
+
+def stage_times(model: CostModel, of: np.ndarray) -> StageTimes:
+    """What the simulator takes, of [3, M, S] as `linked_times` has them."""
+    return StageTimes(forward=of[0], backward=of[1], weight_gradient=of[2], piece=model.piece_time)
 
 
 def by_count(replicas: Sequence[np.ndarray], axis: int = 0) -> list[np.ndarray]:
@@ -151,7 +165,7 @@ def find_deferrals(
 ) -> tuple[list[Deferral | None], float]:
     """For each replica where its weight gradients run, and the step of the slowest one then.
 
-    None for all if putting off gains nothing.
+    None for all if putting off gains less than `LEAST_GAIN` of the step.
 
     A replica that gains nothing beside one that does runs each right after its backward: while
     weight gradients are put off, replicas start to reduce gradients in another order than without.
@@ -165,15 +179,15 @@ def find_deferrals(
     """
     linked = layout.linked_replicas
     blocks = linked_times(model, layout, features)
-    estimates = _estimates(layout, group, blocks)
+    estimates = _estimates(model, layout, group, blocks)
     found: list[Deferral | None] = [None] * len(blocks)
-    gains, slowest, plainest = False, 0.0, 0.0
+    slowest, plainest = 0.0, 0.0
     # The slowest replica sets the step: the others need not be faster than it.
     for block in np.argsort(-estimates, kind="stable"):
-        forward, backward, weight = blocks[block]
+        forward, backward, _ = blocks[block]
         schedule = make_schedule(layout, group, forward.shape[0], forward_only=False)
         held = [rows[:, 1] for rows in features[block * linked : (block + 1) * linked]]
-        times = StageTimes(forward=forward, backward=backward, weight_gradient=weight)
+        times = stage_times(model, blocks[block])
         filling = fill_gaps(
             schedule,
             times,
@@ -184,14 +198,12 @@ def find_deferrals(
         )
         [plain] = simulate_many(schedule, forward[None], backward[None], COMMUNICATION)
         step_time, deferral = filling.step_time, filling.deferral
-        if step_time >= plain * (1 - LEAST_GAIN):
+        if step_time >= plain * (1 - LEAST_GAIN_OF_REPLICA):
             deferral = Deferral.at_once(schedule)
             step_time = simulate(schedule, times, COMMUNICATION, deferral=deferral).step_time
-        else:
-            gains = True
         found[block] = deferral
         slowest, plainest = max(slowest, step_time), max(plainest, float(plain))
-    if not gains:
+    if slowest > plainest * (1 - LEAST_GAIN):
         return [None] * layout.dp, plainest
     return [of_block for of_block in found for _ in range(linked)], slowest
 
@@ -200,16 +212,20 @@ def least_deferred_step_time(
     model: CostModel, layout: Layout, group: int | None, features: Sequence[np.ndarray]
 ) -> float:
     """What no deferral of these micro-batches makes the step of the slowest replica beat."""
-    return float(_estimates(layout, group, linked_times(model, layout, features)).max())
+    blocks = linked_times(model, layout, features)
+    return float(_estimates(model, layout, group, blocks).max())
 
 
-def _estimates(layout: Layout, group: int | None, blocks: Sequence[np.ndarray]) -> np.ndarray:
+def _estimates(
+    model: CostModel, layout: Layout, group: int | None, blocks: Sequence[np.ndarray]
+) -> np.ndarray:
     """Step times if weight gradients filled gaps as sand does; blocks [3, M, S] each."""
     found = np.empty(len(blocks))
     for count in {of.shape[1] for of in blocks}:
         chosen = [i for i, of in enumerate(blocks) if of.shape[1] == count]
         schedule = make_schedule(layout, group, count, forward_only=False)
         stacked = np.stack([blocks[i] for i in chosen], axis=1)
+        stacked[1:] += model.piece_time  # of each W, in one piece at the least
         found[chosen] = simulate_many_deferred(schedule, *stacked, COMMUNICATION)
     return found
 
@@ -240,7 +256,7 @@ def slowest_step_time(
     apart = [
         simulate(
             make_schedule(layout, group, of.shape[1], forward_only=False),
-            StageTimes(forward=of[0], backward=of[1], weight_gradient=of[2]),
+            stage_times(model, of),
             communication,
             deferral=deferral,
         ).step_time

@@ -124,6 +124,7 @@ def test_paced_costs_are_costs(pools: Pools) -> None:
     own, other = pools[2].run(bench_cases.paced_costs)
     assert own == other
     assert 0 <= own.op_s < math.inf and 0 < own.message_s < math.inf
+    assert 0 <= own.piece_s < math.inf
 
 
 @pytest.mark.parametrize("case", [bench_cases.calibrate_nowhere, bench_cases.bench_nowhere])

@@ -6,6 +6,7 @@ Run: pytest tests/plan/test_search.py
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -154,6 +155,9 @@ def test_cost_model_reads_what_it_writes(tmp_path):
     layout = Layout(pp=2, vpp=2)
     model = verl_cost_model(layout)
     assert CostModel.from_json(model.to_json()) == model
+    dearer = replace(model, piece_time=0.5)
+    assert CostModel.from_json(dearer.to_json()) == dearer != model
+    assert dearer.scaled(2.0, unit="s", piece_time=0.1).piece_time == 1.1
     assert load_cost_model("verl", layout) == model
     path = tmp_path / "cost.json"
     path.write_text('{"forward": [[0, 1, 0]], "backward": [[0, 2, 0]]}')
@@ -167,3 +171,5 @@ def test_cost_model_reads_what_it_writes(tmp_path):
         load_cost_model(str(tmp_path / "missing.json"), layout)
     with pytest.raises(ValueError, match="must hold finite numbers"):
         CostModel(forward=np.array([[0, -1, 0]]), backward=np.zeros((1, 3)))
+    with pytest.raises(ValueError, match="piece_time=-1 must be"):
+        replace(model, piece_time=-1)

@@ -49,13 +49,19 @@ WAYS = st.builds(
 )
 
 
-def random_step(schedule: PipelineSchedule, seed: int) -> tuple[StageTimes, np.ndarray]:
+PIECES = st.sampled_from([0.0, 0.0, 0.05, 0.5])
+
+
+def random_step(
+    schedule: PipelineSchedule, seed: int, piece: float = 0.0
+) -> tuple[StageTimes, np.ndarray]:
     """Times [M, S] that differ from stage to stage, and tokens [M]."""
     rng = np.random.default_rng(seed)
     forward, weight, rest = rng.exponential(
         1.0, (3, schedule.num_micro_batches, schedule.num_virtual_stages)
     )
-    times = StageTimes(forward=forward, backward=weight + rest, weight_gradient=weight)
+    backward = weight + rest
+    times = StageTimes(forward=forward, backward=backward, weight_gradient=weight, piece=piece)
     return times, rng.integers(1, 100, schedule.num_micro_batches)
 
 
@@ -98,11 +104,11 @@ def test_filling_is_the_golden_one(name: str) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(TRAINING, WAYS, st.integers(0, 2**32 - 1))
+@given(TRAINING, WAYS, st.integers(0, 2**32 - 1), PIECES)
 def test_filling_is_what_the_simulator_runs(
-    schedule: PipelineSchedule, communication: Communication, seed: int
+    schedule: PipelineSchedule, communication: Communication, seed: int, piece: float
 ) -> None:
-    times, tokens = random_step(schedule, seed)
+    times, tokens = random_step(schedule, seed, piece)
     filling = fill_gaps(schedule, times, communication, tokens)
     simulation = simulate(schedule, times, communication, tokens, filling.deferral)
     assert simulation.step_time == pytest.approx(filling.step_time, rel=1e-12)
@@ -110,28 +116,30 @@ def test_filling_is_what_the_simulator_runs(
     limit = max(peak_tokens_in_flight(schedule, tokens))
     assert max(simulation.peak_tokens_in_flight) <= limit * (1 + 1e-9)
     busy = (simulation.end - simulation.start).sum()
-    assert busy == pytest.approx(times.forward.sum() + times.backward.sum())
+    num_pieces = filling.deferral.num_pieces * times.forward.size
+    assert busy == pytest.approx(times.forward.sum() + times.backward.sum() + piece * num_pieces)
     for rank in range(schedule.pp):
         ops = simulation.ops(rank)
         assert tuple(op for op in ops if op.kind != "W") == schedule.ops(rank)
         backwards = [op for op in ops if op.kind == "B"]
         pieces = [op for op in ops if op.kind == "W"]
         assert pieces[:: filling.deferral.num_pieces] == [b._replace(kind="W") for b in backwards]
-        for piece in set(pieces):
-            assert ops.index(piece) > ops.index(piece._replace(kind="B"))
+        for of in set(pieces):
+            assert ops.index(of) > ops.index(of._replace(kind="B"))
     for parts in (simulation.bubble_by_cause, simulation.bubble_by_phase):
         assert sum(parts.values()) == pytest.approx(simulation.bubble_fraction, abs=1e-9)
 
 
 @settings(deadline=None, max_examples=60)
-@given(TRAINING, WAYS, st.integers(0, 2**32 - 1))
+@given(TRAINING, WAYS, st.integers(0, 2**32 - 1), PIECES)
 def test_bound_estimate_and_filling_come_in_this_order(
-    schedule: PipelineSchedule, communication: Communication, seed: int
+    schedule: PipelineSchedule, communication: Communication, seed: int, piece: float
 ) -> None:
-    times, tokens = random_step(schedule, seed)
+    times, tokens = random_step(schedule, seed, piece)
     filled = fill_gaps(schedule, times, communication, tokens).step_time
     assert times.weight_gradient is not None
-    stacked = times.forward[None], times.backward[None], times.weight_gradient[None]
+    apart = times.backward + piece, times.weight_gradient + piece
+    stacked = times.forward[None], apart[0][None], apart[1][None]
     [estimate] = simulate_many_deferred(schedule, *stacked, communication, tokens[None])
     bound = lower_bound(schedule, times, deferred=True)
     assert bound <= estimate * (1 + 1e-12)
@@ -231,6 +239,8 @@ def test_what_cannot_be_deferred_is_refused() -> None:
         fill_gaps(forward_only, StageTimes(forward=ones, backward=ones))
     with pytest.raises(ValueError, match="a part of the backward"):
         StageTimes(forward=ones, backward=ones, weight_gradient=2 * ones)
+    with pytest.raises(ValueError, match="piece is -1"):
+        StageTimes(forward=ones, backward=ones, piece=-1)
     with pytest.raises(ValueError, match="num_pieces is 0"):
         Deferral(num_pieces=0, counts=())
     with pytest.raises(ValueError, match="negative"):
