@@ -17,7 +17,7 @@ from tests.support import ROOT
 
 PAGES = sorted([ROOT / "README.md", ROOT / "tests" / "README.md", *(ROOT / "docs").rglob("*.md")])
 TOUR = ROOT / "docs" / "tour.md"
-PUBLIC = ("plan", "schedules", "loss", "data", "megatron", "engine")
+PUBLIC = ("plan", "fit", "schedules", "loss", "data", "megatron", "engine")
 
 
 def page_name(page: Path) -> str:

@@ -33,8 +33,7 @@ from megatron_batching.bench.paced_costs import Costs, measure_costs
 from megatron_batching.bench.recording import Recording
 from megatron_batching.bench.settings import BenchConfig, Trace
 from megatron_batching.bench.sizes import check_memory
-from megatron_batching.bench.train import mini_batch_lengths
-from megatron_batching.bench.train_config import DataConfig
+from megatron_batching.bench.train_config import DataConfig, mini_batch_lengths
 from megatron_batching.bench.verl_cut import VERL_HINT, has_verl
 from megatron_batching.megatron.parallel import Placement, initialize
 from megatron_batching.plan import BatchingOptions, CostModel, Layout, lower_bounds_of

@@ -15,7 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -31,16 +30,15 @@ from megatron_batching.bench.event_log import EventLog, check_event_folder
 from megatron_batching.bench.figures import MiniBatchFigures
 from megatron_batching.bench.outputs import TIMELINE, on_rank_zero
 from megatron_batching.bench.sizes import check_memory, check_training
-from megatron_batching.bench.train_config import DataConfig, TrainConfig
+from megatron_batching.bench.train_config import TrainConfig, mini_batch_lengths
 from megatron_batching.megatron.config import (
     aligned_batching,
     check_world_size,
     world_size_from_environment,
 )
-from megatron_batching.plan import CostModel, load_cost_model, read_lengths
+from megatron_batching.plan import CostModel, load_cost_model
 from megatron_batching.plan.cost_quality import cost_warning
 from megatron_batching.plan.items import gather_items
-from megatron_batching.plan.layout import MOST_COUNT
 from megatron_batching.plan.limits import check_size
 from megatron_batching.plan.options import as_deferring
 from megatron_batching.schedules.draw import check_picture
@@ -63,28 +61,6 @@ COLUMNS = (
     "tokens/s",
     "bubble",
 )
-
-
-def mini_batch_lengths(data: DataConfig) -> list[list[int]]:
-    """Lengths of every mini-batch, drawn in the order of the source, which is repeated if short.
-
-    Returns:
-        `num_mini_batches` lists of `samples_per_mini_batch` lengths in tokens, each at least 2.
-    """
-    needed = data.samples_per_mini_batch * data.num_mini_batches
-    source = data.lengths
-    if source.startswith("@") and ":" not in source:
-        source = f"{source}:{needed}"
-    read = np.resize(np.asarray(read_lengths(source)), needed)
-    scaled = read * data.length_scale
-    if scaled.max() > MOST_COUNT:
-        raise ValueError(
-            f"data.length_scale={data.length_scale} makes lengths of over 2^40 tokens: lower it"
-        )
-    lengths = np.maximum(np.rint(scaled).astype(np.int64), 2)
-    if data.max_length is not None:
-        lengths = np.minimum(lengths, data.max_length)
-    return lengths.reshape(data.num_mini_batches, -1).tolist()
 
 
 def run_training(

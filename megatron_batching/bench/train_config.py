@@ -9,24 +9,36 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, get_args
 
+import numpy as np
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_batching.bench.schema import merge_into
-from megatron_batching.megatron.config import Device, ModelConfig, OptimizerSettings, stages_of
-from megatron_batching.plan import BatchingOptions, Layout
-from megatron_batching.plan.layout import check_positive
+from megatron_batching.fit import split_layers
+from megatron_batching.megatron.config import (
+    Device,
+    ModelConfig,
+    OptimizerSettings,
+    aligned_batching,
+    stages_of,
+)
+from megatron_batching.plan import BatchingOptions, Layout, StageCosts, read_lengths
+from megatron_batching.plan.layout import MOST_COUNT, check_positive
 from megatron_batching.plan.options import as_deferring
+from megatron_batching.plan.stages import AUTO_LAYOUT, LAYOUT_OPTION
 from megatron_batching.schedules.files import check_choice, check_field_types, key_hint, parsing
 
 T = TypeVar("T")
 MOST_SEED = 2**31  # torch's generators take more, numpy's and Megatron's sums of seeds do not
+SPLIT_BUDGET = 200  # candidate plans a replica while splits are judged
 MOST_REPEATS = 1000
 LONGEST_TIMEOUT_S = 30 * 24 * 3600
+JUDGED_MINI_BATCHES = 2  # the first ones, by which layers are split where that is `auto`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +150,28 @@ class TrainConfig:
         stages_of(self.model, self.layout)
 
 
+def mini_batch_lengths(data: DataConfig) -> list[list[int]]:
+    """Lengths of every mini-batch, drawn in the order of the source, which is repeated if short.
+
+    Returns:
+        `num_mini_batches` lists of `samples_per_mini_batch` lengths in tokens, each at least 2.
+    """
+    needed = data.samples_per_mini_batch * data.num_mini_batches
+    source = data.lengths
+    if source.startswith("@") and ":" not in source:
+        source = f"{source}:{needed}"
+    read = np.resize(np.asarray(read_lengths(source)), needed)
+    scaled = read * data.length_scale
+    if scaled.max() > MOST_COUNT:
+        raise ValueError(
+            f"data.length_scale={data.length_scale} makes lengths of over 2^40 tokens: lower it"
+        )
+    lengths = np.maximum(np.rint(scaled).astype(np.int64), 2)
+    if data.max_length is not None:
+        lengths = np.minimum(lengths, data.max_length)
+    return lengths.reshape(data.num_mini_batches, -1).tolist()
+
+
 _TYPED = {
     "model": ModelConfig,
     "data": DataConfig,
@@ -179,7 +213,43 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             raise ValueError(f"{name}={section!r} must be a section of key: value lines")
         _check_keys(section, cls, prefix=f"{name}.")
         values[name] = _typed(cls, section) if name in _TYPED else cls(**section)
+    if values.get("model", ModelConfig()).transformer.get(LAYOUT_OPTION) == AUTO_LAYOUT:
+        defaults = TrainConfig()
+        values = {f.name: getattr(defaults, f.name) for f in fields(TrainConfig)} | values
+        del values["cost"]
+        values["model"] = _with_best_layers(cost, **values)
     return TrainConfig(cost=cost, **values)
+
+
+def _with_best_layers(
+    cost: str | None,
+    *,
+    model: ModelConfig,
+    layout: Layout,
+    batching: BatchingOptions,
+    data: DataConfig,
+    run: RunConfig,
+    **others: Any,
+) -> ModelConfig:
+    """The model with its layers where the first mini-batches take least time."""
+    if cost is not None:
+        raise ValueError(
+            f"model.transformer.{LAYOUT_OPTION}={AUTO_LAYOUT} with cost={cost}: a cost file is of "
+            "stages that are split already, and named cost models know no layers; leave out one of "
+            "them"
+        )
+    sizes = {"num_layers", "hidden_size", "num_attention_heads"}
+    fields_of = {name: getattr(model, name) for name in sizes} | model.transformer
+    options = replace(
+        aligned_batching(batching, layout, model.transformer),
+        defer_weight_gradients=batching.defer_weight_gradients
+        or run.defer_weight_gradients == "auto",
+        search_budget=batching.search_budget or SPLIT_BUDGET,
+    )
+    costs = StageCosts(SimpleNamespace(**fields_of), layout, vocab_size=model.vocab_size)
+    split = split_layers(costs, mini_batch_lengths(data)[:JUDGED_MINI_BATCHES], options)
+    kept = {name: value for name, value in model.transformer.items() if name != LAYOUT_OPTION}
+    return replace(model, transformer={**kept, **split.options})
 
 
 def _check_keys(section: Mapping[str, Any], cls: type, *, prefix: str) -> None:

@@ -10,7 +10,7 @@ from megatron_batching.plan.cost import (
     uniform_cost_model,
     verl_cost_model,
 )
-from megatron_batching.plan.flops import transformer_cost_model
+from megatron_batching.plan.flops import StageCosts, transformer_cost_model
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.lengths import QUANTILES, parse_lengths, read_lengths, sample_lengths
 from megatron_batching.plan.micro_batch_plan import MicroBatch, MicroBatchPlan, ReplicaPlan
@@ -28,6 +28,7 @@ __all__ = [
     "MicroBatchPlan",
     "Prediction",
     "ReplicaPlan",
+    "StageCosts",
     "aligned",
     "balance_batch",
     "batch_shape",

@@ -69,19 +69,63 @@ def transformer_cost_model(
     >>> bool(model.forward[1, 1] > model.forward[0, 1])  # the LM head
     True
     """
-    check_positive("vocab_size", vocab_size)
-    _check_expert_ranks(config, layout)
-    stages = _stages(config, layout, layers_per_stage)
-    forward, backward, weight = _stage_flops(config, stages, vocab_size, layout)
-    scale = layout.tp * layout.cp * (flops_per_second or 1.0)
-    # cp shares the tokens of a micro-batch, but each of its ranks reads all weights.
-    shares = np.array([layout.cp, 1.0, 1.0]) / scale
-    return CostModel(
-        forward=forward * shares,
-        backward=backward * shares,
-        weight_gradient=weight * shares,
-        unit="s" if flops_per_second else "FLOP",
-    )
+    costs = StageCosts(config, layout, vocab_size=vocab_size, flops_per_second=flops_per_second)
+    return costs.model(_stages(config, layout, layers_per_stage))
+
+
+class StageCosts:
+    """What a stage of one model costs, whatever it holds: cost models of any split of the layers.
+
+    A search over splits asks for thousands, which have few kinds of stages among them; each kind
+    is worked out once.
+
+    Args:
+        config: as of `transformer_cost_model`.
+        layout: pp, vpp, tp, cp, ep and etp.
+        vocab_size: rows of the LM head.
+        flops_per_second: achieved by one GPU; gives times in seconds instead of FLOP.
+
+    Raises:
+        ValueError: the config has another ep or etp than the layout.
+    """
+
+    def __init__(
+        self, config: Any, layout: Layout, *, vocab_size: int, flops_per_second: float | None = None
+    ) -> None:
+        check_positive("vocab_size", vocab_size)
+        _check_expert_ranks(config, layout)
+        self.config, self.layout, self.vocab_size = config, layout, vocab_size
+        self.unit = "s" if flops_per_second else "FLOP"
+        scale = layout.tp * layout.cp * (flops_per_second or 1.0)
+        # cp shares the tokens of a micro-batch, but each of its ranks reads all weights.
+        self._shares = np.array([layout.cp, 1.0, 1.0]) / scale
+        self._rows: dict[tuple[int, Stage, int], np.ndarray] = {}
+
+    def stage(self, first_layer: int, stage: Stage, mtp_layers: int = 0) -> np.ndarray:
+        """[3, 3]: forward, backward, and the weight gradients in it, of one stage.
+
+        Args:
+            first_layer: number in the model of the first decoder layer that it holds.
+            stage: what it holds.
+            mtp_layers: MTP layers of the whole model; the LM head takes what each makes.
+        """
+        key = (first_layer, stage, mtp_layers)
+        if key not in self._rows:
+            flops = _stage_flops(
+                self.config, stage, first_layer, mtp_layers, self.vocab_size, self.layout
+            )
+            self._rows[key] = flops * self._shares
+        return self._rows[key]
+
+    def model(self, stages: Sequence[Stage]) -> CostModel:
+        """The cost model of one split."""
+        mtp_layers = sum(stage.mtp_layers for stage in stages)
+        first, rows = 0, []
+        for stage in stages:
+            rows.append(self.stage(first, stage, mtp_layers))
+            first += stage.decoder_layers
+        forward, backward, weight = np.stack(rows, axis=1)
+        return CostModel(forward=forward, backward=backward, weight_gradient=weight, unit=self.unit)
 
 
 def _check_expert_ranks(config: Any, layout: Layout) -> None:
@@ -99,35 +143,37 @@ def _check_expert_ranks(config: Any, layout: Layout) -> None:
 
 
 def _stage_flops(
-    config: Any, stages: Sequence[Stage], vocab_size: int, layout: Layout
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[S, 3] FLOP of whole stages, on one rank: forward, backward, weight gradients in it."""
+    config: Any, stage: Stage, first: int, mtp_layers: int, vocab_size: int, layout: Layout
+) -> np.ndarray:
+    """[3, 3] FLOP of a whole stage, on one rank: forward, backward, weight gradients in it.
+
+    Args:
+        config: what the layers are.
+        stage: what it holds.
+        first: number of its first decoder layer in the model.
+        mtp_layers: of the whole model.
+        vocab_size: rows of the LM head.
+        layout: shares the experts.
+    """
     hidden = config.hidden_size
     projected = _value(config, "kv_channels", hidden // config.num_attention_heads)
     projected *= config.num_attention_heads
-    forward = np.zeros((len(stages), 3))
-    weight = np.zeros_like(forward)
-    other = np.zeros_like(forward)  # of the backward: done again, or not done twice
-    first = 0
-    for number, stage in enumerate(stages):
-        numbers = range(first, first + stage.decoder_layers)
-        layers = [_layer(config, index, projected, layout) for index in numbers]
-        layers += [_mtp_layer(config, projected, layout)] * stage.mtp_layers
-        rows = np.array(layers).reshape(len(layers), 3)
-        forward[number] = rows.sum(0)
-        weight[number] = forward[number] * [1.0, 1.0, 0.0]
-        other[number] = _recomputed(config, rows)
-        first += stage.decoder_layers
-        if stage.has_loss:
-            # The LM head also takes what each MTP layer makes of the tokens.
-            passes = 1 + sum(stage.mtp_layers for stage in stages)
-            head = 2.0 * hidden * vocab_size
-            forward[number] += [OVERHEAD_TOKENS * head, passes * head, 0.0]
-        copied = EMBEDDING_BYTES * FLOP_PER_BYTE * hidden
-        copied *= stage.has_embedding + stage.mtp_layers
-        forward[number, 1] += copied
-        other[number, 1] -= (BACKWARD_OVER_FORWARD - 1) * copied
-    return forward, BACKWARD_OVER_FORWARD * forward + other, weight
+    numbers = range(first, first + stage.decoder_layers)
+    layers = [_layer(config, index, projected, layout) for index in numbers]
+    layers += [_mtp_layer(config, projected, layout)] * stage.mtp_layers
+    rows = np.array(layers).reshape(len(layers), 3)
+    forward = rows.sum(0)
+    weight = forward * [1.0, 1.0, 0.0]
+    other = _recomputed(config, rows)  # of the backward: done again, or not done twice
+    if stage.has_loss:
+        # The LM head also takes what each MTP layer makes of the tokens.
+        head = 2.0 * hidden * vocab_size
+        forward += [OVERHEAD_TOKENS * head, (1 + mtp_layers) * head, 0.0]
+    copied = EMBEDDING_BYTES * FLOP_PER_BYTE * hidden
+    copied *= stage.has_embedding + stage.mtp_layers
+    forward[1] += copied
+    other[1] -= (BACKWARD_OVER_FORWARD - 1) * copied
+    return np.stack([forward, BACKWARD_OVER_FORWARD * forward + other, weight])
 
 
 def _layer(config: Any, index: int, projected: int, layout: Layout) -> tuple[float, float, float]:

@@ -19,12 +19,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_batching.plan.layout import Layout
 from megatron_batching.schedules.files import check_choice
 
 LAYOUT_OPTION = "pipeline_model_parallel_layout"
+AUTO_LAYOUT = "auto"  # for the configs of `train`, which know lengths to split layers by
 END_OPTIONS = tuple(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
 ACCOUNT_OPTIONS = tuple(f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
 SPLIT_OPTIONS = (*END_OPTIONS, *ACCOUNT_OPTIONS, LAYOUT_OPTION)
@@ -98,6 +101,56 @@ def stages_of_layers(layers: Sequence[int], *, mtp_layers: int = 0) -> tuple[Sta
         )
         for stage, count in enumerate(layers)
     )
+
+
+def layout_text(stages: Sequence[Stage]) -> str:
+    """The stages as a `pipeline_model_parallel_layout`, stages in a row that are alike as a repeat.
+
+    >>> layout_text(stages_of_layers([1, 2, 2, 2, 0, 1]))
+    'Et|(t*2|)*3,|tL'
+    """
+    runs = [(text, len(list(alike))) for text, alike in groupby(map(_stage_text, stages))]
+    # The last stage has no bar behind it; it is in no repeat, since it alone has the loss.
+    written = [f"({text}|)*{count}," if count > 1 else f"{text}|" for text, count in runs]
+    return "".join(written).removesuffix("|")
+
+
+def _stage_text(stage: Stage) -> str:
+    layers = [("t", stage.decoder_layers), ("m", stage.mtp_layers)]
+    held = [letter if count == 1 else f"{letter}*{count}" for letter, count in layers if count]
+    return "E" * stage.has_embedding + "".join(held) + "L" * stage.has_loss
+
+
+def split_options(stages: Sequence[Stage], layout: Layout) -> dict[str, Any]:
+    """The shortest options by which Megatron splits a model into these stages.
+
+    None where it does so by itself, else the layers of the last or the first pipeline rank or of
+    both, and where these cannot say it a layout that spells every stage out.
+
+    Args:
+        stages: of the whole model.
+        layout: pp and vpp.
+
+    >>> split_options(stages_of_layers([2, 2, 2, 1]), Layout(pp=4))
+    {'num_layers_in_last_pipeline_stage': 1}
+    >>> split_options(stages_of_layers([2, 1, 2, 2]), Layout(pp=4))
+    {'pipeline_model_parallel_layout': 'Et*2|t|t*2|t*2L'}
+    """
+    num_layers = sum(stage.decoder_layers for stage in stages)
+    mtp_layers = sum(stage.mtp_layers for stage in stages)
+    first, last = (
+        (name, sum(stage.decoder_layers for stage in stages[rank :: layout.pp]))
+        for name, rank in zip(END_OPTIONS, (0, layout.pp - 1), strict=True)
+    )
+    for options in ({}, dict([last]), dict([first]), dict([first, last])):
+        config = SimpleNamespace(num_layers=num_layers, mtp_num_layers=mtp_layers, **options)
+        try:
+            found = pipeline_stages(config, layout)
+        except ValueError:
+            continue
+        if found == tuple(stages):
+            return options
+    return {LAYOUT_OPTION: layout_text(stages)}
 
 
 def work_shares(config: Any, stages: Sequence[Stage]) -> list[int]:
@@ -218,6 +271,11 @@ def _written_stages(config: Any, layout: Layout, written: Any) -> tuple[Stage, .
     # A built TransformerConfig holds Megatron's parsed form, which keeps what it was made from.
     text = getattr(written, "input_data", written)
     said = f"{LAYOUT_OPTION}={text!r}"
+    if text == AUTO_LAYOUT:
+        raise ValueError(
+            f"{said} is for the config of `train`, which knows lengths to judge a split by; here "
+            "pass the options of what `megatron_batching.fit.split_layers` finds"
+        )
     parts = _parts(said, text)
     if len(parts) != layout.num_virtual_stages:
         raise ValueError(

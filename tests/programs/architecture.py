@@ -23,7 +23,7 @@ PACKAGE = "megatron_batching"
 TOP = "command line"  # the modules that lie in no room, which start everything else
 # From the lowest up: a room may import those before it.
 ORDER = (
-    *("schedules", "plan", "loss", "data", "megatron", "engine", "integrations"),
+    *("schedules", "plan", "fit", "loss", "data", "megatron", "engine", "integrations"),
     *("bench", "studies", TOP),
 )
 # Modules beside the rooms that import none of them, so that every room may import them.
