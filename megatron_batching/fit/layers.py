@@ -103,6 +103,7 @@ def split_layers(
     options: BatchingOptions,
     *,
     allowed: Allowed | None = None,
+    layout: Layout | None = None,
 ) -> LayerSplit:
     """The split of a model's layers over its virtual stages that makes the step shortest.
 
@@ -113,6 +114,7 @@ def split_layers(
         mini_batches: lengths of each mini-batch; the sum of their steps is what is made short.
         options: how they are planned.
         allowed: tells of stages whether they may be, such as by their memory; all by default.
+        layout: to plan for, where it is not that of the costs, such as one of its replicas.
 
     Raises:
         ValueError: a mini-batch cannot be planned, or no split is allowed.
@@ -130,7 +132,7 @@ def split_layers(
     if not mini_batches:
         raise ValueError("mini_batches is empty: give the lengths of at least one mini-batch")
     found = [
-        _Search(costs, mini_batches, options, holder, allowed).run()
+        _Search(costs, layout or costs.layout, mini_batches, options, holder, allowed).run()
         for holder in _mtp_holders(costs)
     ]
     best = min((split for split in found if split), key=lambda split: split.step_time, default=None)
@@ -140,6 +142,17 @@ def split_layers(
             f"vpp {costs.layout.vpp} is allowed: change the layout"
         )
     return best
+
+
+def level_stages(costs: StageCosts, features: np.ndarray) -> tuple[Stage, ...]:
+    """A split that gives every rank about as much to do, without a search.
+
+    Args:
+        costs: of the stages.
+        features: [3] micro-batches, tokens and token pairs of a replica.
+    """
+    slots = _Slots(costs, costs.layout.num_virtual_stages - 1)
+    return slots.stages(slots.level(features, False))
 
 
 def even_layers(num_layers: int, num_stages: int) -> Counts:
@@ -166,12 +179,13 @@ class _Search:
     def __init__(
         self,
         costs: StageCosts,
+        layout: Layout,
         mini_batches: Sequence[Sequence[int]],
         options: BatchingOptions,
         holder: int,
         allowed: Allowed | None,
     ) -> None:
-        self.costs, self.layout, self.mini_batches = costs, costs.layout, mini_batches
+        self.costs, self.layout, self.mini_batches = costs, layout, mini_batches
         self.options, self.allowed = options, allowed
         self.slots = _Slots(costs, holder)
         self.plans: dict[Counts, tuple[MicroBatchPlan, ...]] = {}
@@ -188,8 +202,9 @@ class _Search:
         num_planned = MORE_PLANNED if size <= SMALL_JOB else NUM_PLANNED
         waited = 0
         for _ in range(MOST_ROUNDS):
-            judge = _Judge(self.slots, self.options, cuts)
-            ranked = self._descend(judge, [even, *self.plans, judge.level()])
+            judge = _Judge(self.slots, self.layout, self.options, cuts)
+            level = self.slots.level(judge.busiest.sum(0), self.options.forward_only)
+            ranked = self._descend(judge, [even, *self.plans, level])
             before = min(map(_step_time, self.plans.values()), default=np.inf)
             for counts in ranked[:num_planned]:
                 if counts not in self.plans:
@@ -308,6 +323,28 @@ class _Slots:
             found = self._table[places, firsts, splits]
         return np.moveaxis(found, 2, 0)
 
+    def work(self, splits: np.ndarray, features: np.ndarray, forward_only: bool) -> np.ndarray:
+        """[C, S] time that each stage works in all for these features, [3]."""
+        forward, backward, _ = self.coefficients(splits)
+        whole = forward if forward_only else forward + backward
+        return _weighed(features[None], whole)[:, 0]
+
+    def level(self, features: np.ndarray, forward_only: bool) -> Counts:
+        """Layers dealt out one by one: to the rank that has least to do, there to the chunk that
+        has."""
+        pp = self.layout.pp
+        counts = [0] * self.num_stages
+        stages = self.work(np.array([counts]), features, forward_only)[0]
+        layers = self.work(np.array([self.even]), features, forward_only)[0] - stages
+        each = float(layers.sum()) / self.num_layers
+        for _ in range(self.num_layers):
+            ranks = stages.reshape(-1, pp).sum(0)
+            rank = int(np.argmin(ranks[: self.open]))
+            at = min(range(rank, self.open, pp), key=lambda at: (stages[at], at))
+            counts[at] += 1
+            stages[at] += each
+        return tuple(counts)
+
     def spread(self, splits: np.ndarray) -> np.ndarray:
         """[C] how unequal the layers of ranks are, and with them what a rank holds in memory."""
         ranks = splits.reshape(len(splits), -1, self.layout.pp).sum(1)
@@ -337,11 +374,15 @@ class _Judge:
     """Steps of many splits, each with the best of given cuts into micro-batches."""
 
     def __init__(
-        self, slots: _Slots, options: BatchingOptions, cuts: Sequence[Sequence[MicroBatchPlan]]
+        self,
+        slots: _Slots,
+        layout: Layout,
+        options: BatchingOptions,
+        cuts: Sequence[Sequence[MicroBatchPlan]],
     ) -> None:
-        self.slots, self.layout = slots, slots.layout
+        self.slots, self.layout = slots, layout
         self.forward_only = options.forward_only
-        self.deferred = options.defers(slots.layout)
+        self.deferred = options.defers(layout)
         self.cuts = [[_Cut(plan.group, self._slowest(plan)) for plan in plans] for plans in cuts]
         self.busiest = self.cuts[0][0].blocks[0][0]
         """[M, 3] of the busiest replica of the first mini-batch, as it is cut best."""
@@ -371,22 +412,6 @@ class _Judge:
                 slowest[part] = np.maximum(slowest[part], found)
         return slowest
 
-    def level(self) -> Counts:
-        """Layers dealt out one by one: to the rank that has least to do, there to the chunk that
-        has."""
-        slots, pp = self.slots, self.layout.pp
-        counts = [0] * slots.num_stages
-        stages = self._work(np.array([counts]))[0]
-        layers = self._work(np.array([slots.even]))[0] - stages
-        each = float(layers.sum()) / slots.num_layers
-        for _ in range(slots.num_layers):
-            ranks = stages.reshape(-1, pp).sum(0)
-            rank = int(np.argmin(ranks[: slots.open]))
-            at = min(range(rank, slots.open, pp), key=lambda at: (stages[at], at))
-            counts[at] += 1
-            stages[at] += each
-        return tuple(counts)
-
     def screened(self, splits: np.ndarray) -> np.ndarray:
         """The most promising ones, as many as may be simulated at once.
 
@@ -400,19 +425,12 @@ class _Judge:
         if len(splits) <= most:
             return splits
         pp, count = self.layout.pp, len(self.busiest)
-        work = self._work(splits)
+        work = self.slots.work(splits, self.busiest.sum(0), self.forward_only)
         # The way to a rank and back leads through the first chunk of those before it.
         first = work[:, :pp] / count
         ranks = work.reshape(len(splits), -1, pp).sum(1) + np.cumsum(first, axis=1) - first
         order = np.lexsort((*splits.T, (ranks**2).sum(1), ranks.max(1)))
         return splits[order[:most]]
-
-    def _work(self, splits: np.ndarray) -> np.ndarray:
-        """[C, S] time that each stage works for the busiest replica of the first mini-batch."""
-        rows = self.busiest.sum(0)
-        forward, backward, _ = self.slots.coefficients(splits)
-        whole = forward if self.forward_only else forward + backward
-        return _weighed(rows[None], whole)[:, 0]
 
     def _simulated(
         self, splits: np.ndarray, rows: Sequence[np.ndarray], group: int | None
