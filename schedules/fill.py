@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,8 @@ import numpy.typing as npt
 
 from .deferral import Deferral, fill_points
 from .ops import Op, PipelineSchedule
-from .programs import Communication, Instruction, PipelineMessage, Wait, programs
-from .run import Run, ScheduleDeadlock
+from .programs import Communication, CommunicationShape, PipelineMessage, Post, programs
+from .run import ScheduleDeadlock, find_deadlock, op_times
 from .simulate import peak_tokens_in_flight
 from .times import StageTimes, check_times, check_tokens
 
@@ -50,6 +51,7 @@ def fill_gaps(
     *,
     limit: float | None = None,
     enough: float = 0.0,
+    least: float = 0.0,
 ) -> Filling:
     """The best deferral found.
 
@@ -62,6 +64,7 @@ def fill_gaps(
             `peak_tokens_in_flight`. By default the most that any rank holds without deferral. A
             rank that holds more without deferral defers nothing while it does.
         enough: a step that need not be beaten, such as that of a slower replica.
+        least: a step that no deferral beats, such as `simulate_many_deferred` gives.
 
     Raises:
         ValueError: shapes do not fit, or the schedule is forward-only.
@@ -87,13 +90,78 @@ def fill_gaps(
         filling = run.fill()
         if best is None or filling.step_time < best.step_time * (1 - LEAST_GAIN):
             best = filling
-        if best.step_time <= enough:
+        if best.step_time <= enough or best.step_time * (1 - LEAST_GAIN) <= least:
             break
     assert best is not None
     return best
 
 
-class _Filler(Run):
+class _Instruction(NamedTuple):
+    """One instruction of a rank's program, for a filler.
+
+    Attributes:
+        rank: whose.
+        op: what it runs, if it is an op.
+        stage: of the op; 0 for a message.
+        is_post: whether messages are posted; otherwise they are waited for.
+        messages: numbers of these, counted over all ranks.
+        before: number of the op before which pieces may run here; None elsewhere.
+    """
+
+    rank: int
+    op: Op | None
+    stage: int
+    is_post: bool
+    messages: tuple[int, ...]
+    before: int | None
+
+
+class _Order(NamedTuple):
+    """The instructions of all ranks, each after all that it waits for; messages by number."""
+
+    instructions: tuple[_Instruction, ...]
+    messages: tuple[PipelineMessage, ...]
+
+
+@lru_cache(maxsize=64)
+def _order(schedule: PipelineSchedule, shape: CommunicationShape) -> _Order:
+    """Who waits for whom does not depend on times, so one order serves all steps of a schedule."""
+    runs, points = programs(schedule, shape), fill_points(schedule, shape)
+    numbers: dict[PipelineMessage, int] = {}
+    posted: dict[int, int] = {}  # by how many ranks
+    ordered: list[_Instruction] = []
+    position = [0] * schedule.pp
+
+    def read(rank: int) -> _Instruction:
+        instruction = runs[rank][position[rank]]
+        before = points[rank].get(position[rank])
+        if isinstance(instruction, Op):
+            stage = schedule.stage(instruction, rank)
+            return _Instruction(rank, instruction, stage, False, (), before)
+        if isinstance(instruction, Post):
+            moved = [message for message, _ in instruction.sends + instruction.receives]
+        else:
+            moved = [*instruction.receives, *instruction.sends]
+        found = tuple(numbers.setdefault(message, len(numbers)) for message in moved)
+        return _Instruction(rank, None, 0, isinstance(instruction, Post), found, before)
+
+    last = -1
+    while len(ordered) > last:
+        last = len(ordered)
+        for rank, program in enumerate(runs):
+            while position[rank] < len(program):
+                found = read(rank)
+                if not found.is_post and any(posted.get(m, 0) < 2 for m in found.messages):
+                    break
+                posted.update((m, posted.get(m, 0) + 1) for m in found.messages if found.is_post)
+                ordered.append(found)
+                position[rank] += 1
+    if len(ordered) < sum(map(len, runs)):
+        raise ScheduleDeadlock(find_deadlock(schedule, shape))
+    return _Order(tuple(ordered), tuple(numbers))
+
+
+class _Filler:
     """A run that decides at each gap how many pieces go into it."""
 
     def __init__(
@@ -106,41 +174,50 @@ class _Filler(Run):
         share: float,
         limit: float,
     ) -> None:
-        super().__init__(schedule, times, communication, tokens, num_pieces)
-        self.num_pieces, self.share = num_pieces, share
+        self.order = _order(schedule, communication.shape)
+        self.schedule, self.num_pieces, self.share = schedule, num_pieces, share
         self.limit = limit * (1 + ROUNDING)
-        self.programs = programs(schedule, communication.shape)
-        self.points = fill_points(schedule, communication.shape)
-        self.ops = [schedule.ops(rank) for rank in range(schedule.pp)]
-        counts = np.ones(schedule.num_micro_batches) if tokens is None else tokens
+        self.times = op_times(times, num_pieces)
+        counts = np.ones(schedule.num_micro_batches, np.int64) if tokens is None else tokens
+        # With a finite bandwidth there are tokens; without, they do not matter.
+        transfer = communication.transfer_times(counts).tolist()
+        exchange = communication.latency + communication.shape_latency
+        self.transfer: list[float] = [
+            exchange if message.part == "shape" else transfer[message.micro_batch]
+            for message in self.order.messages
+        ]
         self.held_by = (counts / schedule.vpp).tolist()  # [M] tokens that one chunk holds
+        self.released = (counts / schedule.vpp / num_pieces).tolist()  # by a piece
+        self.ops = [schedule.ops(rank) for rank in range(schedule.pp)]
+        self.clock = [0.0] * schedule.pp
         self.held = [0.0] * schedule.pp
-        self.pending: list[deque[Op]] = [deque() for _ in range(schedule.pp)]
-        self.counts = [[0] * (schedule.num_ops + 1) for _ in range(schedule.pp)]
+        # Of each rank what a piece takes and releases, oldest first.
+        self.pending: list[deque[tuple[float, float]]] = [deque() for _ in self.ops]
+        self.counts = [[0] * (schedule.num_ops + 1) for _ in self.ops]
 
     def fill(self) -> Filling:
-        if not self.finish(self.programs):
-            raise ScheduleDeadlock(self.describe_deadlock(self.programs))
+        posted = [0.0] * len(self.order.messages)
+        clock = self.clock
+        for rank, op, stage, is_post, messages, before in self.order.instructions:
+            if is_post:
+                for message in messages:
+                    posted[message] = max(posted[message], clock[rank])
+                continue
+            arrival = 0.0
+            for message in messages:
+                arrival = max(arrival, posted[message] + self.transfer[message])
+            if before is not None:
+                self.fill_gap(rank, before, arrival)
+            clock[rank] = max(clock[rank], arrival)
+            if op is not None:
+                self.compute(rank, op, stage)
         for rank, pending in enumerate(self.pending):
             self.counts[rank][-1] = len(pending)
-            while pending:
-                self.run_piece(rank)
+            for duration, _ in pending:
+                clock[rank] += duration
         return Filling(
-            Deferral(num_pieces=self.num_pieces, counts=tuple(map(tuple, self.counts))),
-            max(self.clock),
+            Deferral(num_pieces=self.num_pieces, counts=tuple(map(tuple, self.counts))), max(clock)
         )
-
-    def advance(self, rank: int, instruction: Instruction) -> bool:
-        at = self.points[rank].get(self.position[rank])
-        if at is not None:
-            awaited: tuple[PipelineMessage, ...] = ()
-            if isinstance(instruction, Wait):
-                awaited = instruction.receives + instruction.sends
-            if any(m not in self.sent or m not in self.received for m in awaited):
-                return False
-            arrival = max(map(self.arrival, awaited), default=0.0)
-            self.fill_gap(rank, at, arrival)
-        return super().advance(rank, instruction)
 
     def fill_gap(self, rank: int, at: int, arrival: float) -> None:
         """Run pieces before op number `at`, whose input arrives at a known time."""
@@ -148,23 +225,20 @@ class _Filler(Run):
         needed = self.held_by[op.micro_batch] if op.kind == "F" else 0.0
         while pending:
             rest = arrival - self.clock[rank]
-            fits = rest > 0 and rest >= self.share * self.duration(rank, pending[0])
+            duration, released = pending[0]
+            fits = rest > 0 and rest >= self.share * duration
             if not fits and self.held[rank] + needed <= self.limit:
                 return
+            pending.popleft()
             self.counts[rank][at] += 1
-            self.run_piece(rank)
+            self.clock[rank] += duration
+            self.held[rank] -= released
 
-    def duration(self, rank: int, op: Op) -> float:
-        return self.times[op.kind][op.micro_batch][self.schedule.stage(op, rank)]
-
-    def run_piece(self, rank: int) -> None:
-        piece = self.pending[rank].popleft()
-        self.compute(rank, piece)
-        self.held[rank] -= self.held_by[piece.micro_batch] / self.num_pieces
-
-    def compute(self, rank: int, op: Op) -> None:
-        super().compute(rank, op)
+    def compute(self, rank: int, op: Op, stage: int) -> None:
+        """Run a forward, or a backward, which leaves pieces."""
+        self.clock[rank] += self.times[op.kind][op.micro_batch][stage]
         if op.kind == "F":
             self.held[rank] += self.held_by[op.micro_batch]
-        elif op.kind == "B":
-            self.pending[rank].extend([op._replace(kind="W")] * self.num_pieces)
+        else:
+            piece = self.times["W"][op.micro_batch][stage], self.released[op.micro_batch]
+            self.pending[rank].extend([piece] * self.num_pieces)

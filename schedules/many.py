@@ -18,6 +18,7 @@ alternative, compiling the plain loop, would need a compiler on every user's mac
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -90,9 +91,10 @@ def simulate_many_deferred(
 
     No deferral of finite pieces under a limit is faster than that; the best one is close to it (see
     `fill_gaps`). Backwards compute the gradient of the input, and a rank's weight gradients run
-    whenever it would stand still. What a rank has left after its last op i = n is the most that
-    arrived late: with W[i] the weight gradients made by its first i ops and G[i] the gaps before
-    them, the maximum over i of (W[n] - W[i - 1]) - (G[n] - G[i]).
+    whenever it would stand still. Where the last gap that it could not fill is the one before op i,
+    the rank has nothing left then, and runs from there on all that comes of op i and later: it ends
+    at start[i] + the work of these ops and their weight gradients. The latest of that over all i,
+    and the end of its last op, is when the rank is done.
 
     Args:
         schedule: the order of forwards and backwards, the same for all candidates.
@@ -111,22 +113,52 @@ def simulate_many_deferred(
     >>> simulate_many_deferred(schedule, ones, 2 * ones, ones)
     array([7.])
     """
-    inputs = np.asarray(backward, np.float64) - weight_gradient
-    ends = op_ends_many(schedule, forward, inputs, communication, tokens)
-    step = np.zeros(len(ends))
-    for rank in range(schedule.pp):
-        ops = schedule.ops(rank)
-        rows = [op.micro_batch for op in ops]
-        columns = [schedule.stage(op, rank) for op in ops]
-        is_forward = np.array([op.kind == "F" for op in ops])
-        lasts = np.where(is_forward, forward[:, rows, columns], inputs[:, rows, columns])
-        made = np.where(is_forward, 0.0, weight_gradient[:, rows, columns])
-        end = ends[:, rank]
-        gaps = np.cumsum(end - lasts - np.pad(end[:, :-1], ((0, 0), (1, 0))), axis=1)
-        arrived = np.cumsum(made, axis=1)
-        late = (gaps - arrived + made).max(axis=1) + arrived[:, -1] - gaps[:, -1]
-        step = np.maximum(step, end[:, -1] + np.maximum(late, 0.0))
+    forward, backward, weight_gradient = (
+        np.asarray(times, np.float64) for times in (forward, backward, weight_gradient)
+    )
+    rows, of_backwards, weights = _work_rows(schedule)
+    step = np.empty(len(forward))
+    for part, graph, values in _evaluated(
+        schedule, forward, backward - weight_gradient, communication, tokens
+    ):
+        work = np.concatenate([_table(forward[part]), _table(backward[part])])[rows]
+        # [pp, ops a rank, C] of each op: what comes after it, then its own weight gradient.
+        rest = np.zeros_like(work)
+        np.cumsum(work[:, :0:-1], axis=1, out=rest[:, -2::-1])
+        flat = rest.reshape(-1, rest.shape[-1])
+        flat[of_backwards] += _table(weight_gradient[part])[weights]
+        rest += values[graph.op_nodes]
+        last = values[graph.op_nodes[:, -1]].max(axis=0)
+        step[part] = np.maximum(rest.max(axis=(0, 1)), last)
     return step
+
+
+@lru_cache(maxsize=512)
+def _work_rows(schedule: PipelineSchedule) -> tuple[IntArray, IntArray, IntArray]:
+    """Where the work of ops is found.
+
+    Returns:
+        [pp, ops a rank] rows in the forward times [M * S, C] and the backward times below them; the
+        numbers of the backwards among all ops; and their rows in the weight gradients' times.
+    """
+    size = schedule.num_micro_batches * schedule.num_virtual_stages
+    rows = [
+        [
+            op.micro_batch * schedule.num_virtual_stages
+            + schedule.stage(op, rank)
+            + (0 if op.kind == "F" else size)
+            for op in schedule.ops(rank)
+        ]
+        for rank in range(schedule.pp)
+    ]
+    found = np.array(rows, dtype=np.intp)
+    of_backwards = np.flatnonzero(found >= size)
+    return found, of_backwards, found.ravel()[of_backwards] - size
+
+
+def _table(times: FloatArray) -> FloatArray:
+    """Times [C, M, S] as [M * S, C]."""
+    return np.moveaxis(times, 0, -1).reshape(-1, len(times))
 
 
 def _op_ends(
@@ -138,6 +170,21 @@ def _op_ends(
     *,
     last_only: bool,
 ) -> FloatArray:
+    results = []
+    for _, graph, values in _evaluated(schedule, forward, backward, communication, tokens):
+        wanted = graph.op_nodes[:, -1:] if last_only else graph.op_nodes
+        results.append(np.moveaxis(values[wanted], -1, 0))
+    return np.concatenate(results)
+
+
+def _evaluated(
+    schedule: PipelineSchedule,
+    forward: FloatArray,
+    backward: FloatArray,
+    communication: Communication | None,
+    tokens: npt.NDArray[np.int64] | None,
+) -> Iterator[tuple[slice, _Graph, FloatArray]]:
+    """Candidates by blocks that stay in the cache: which, and [nodes, C] values of their nodes."""
     communication = communication or Communication()
     forward, backward = np.asarray(forward, np.float64), np.asarray(backward, np.float64)
     expected = (schedule.num_micro_batches, schedule.num_virtual_stages)
@@ -147,26 +194,13 @@ def _op_ends(
             f"[candidates, {expected[0]} micro-batches, {expected[1]} virtual stages]"
         )
     transfers = _transfer_times(schedule, communication, tokens, len(forward))
-    graph = _graph(
-        schedule,
-        communication.shape,
-        transfers is not None,
-        communication.latency + communication.shape_latency > 0,
-    )
     exchange = communication.latency + communication.shape_latency
-    wanted = graph.op_nodes[:, -1:] if last_only else graph.op_nodes
-    result = np.empty((len(forward), *wanted.shape))
+    graph = _graph(schedule, communication.shape, transfers is not None, exchange > 0)
     block = max(32, BLOCK_VALUES // graph.num_nodes)
-    for first in range(0, len(forward), block):
+    for first in range(0, max(1, len(forward)), block):
         part = slice(first, first + block)
-        values = graph.evaluate(
-            forward[part],
-            backward[part],
-            None if transfers is None else transfers[part],
-            exchange,
-        )
-        result[part] = np.moveaxis(values[wanted], -1, 0)
-    return result
+        moved = None if transfers is None else transfers[part]
+        yield part, graph, graph.evaluate(forward[part], backward[part], moved, exchange)
 
 
 def _transfer_times(
@@ -225,8 +259,8 @@ class _Graph:
         num_candidates, num_micro_batches, num_stages = forward.shape
         size = num_micro_batches * num_stages
         table = np.zeros((2 * size + num_micro_batches + 2, num_candidates))
-        table[:size] = np.moveaxis(forward, 0, -1).reshape(size, num_candidates)
-        table[size : 2 * size] = np.moveaxis(backward, 0, -1).reshape(size, num_candidates)
+        table[:size] = _table(forward)
+        table[size : 2 * size] = _table(backward)
         if transfers is not None:
             table[2 * size : -2] = transfers.T
         table[-2] = exchange

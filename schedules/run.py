@@ -56,12 +56,7 @@ class Run:
     ) -> None:
         """num_pieces: pieces of each W; 0 where the backward is run as one."""
         self.schedule = schedule
-        self.times = {"F": times.forward.tolist(), "B": times.backward.tolist()}
-        if num_pieces and times.weight_gradient is not None:
-            self.times["B"] = times.input_gradient.tolist()
-            self.times["W"] = (times.weight_gradient / num_pieces + times.piece).tolist()
-        elif num_pieces:
-            self.times["W"] = np.full_like(times.backward, times.piece).tolist()
+        self.times = op_times(times, num_pieces)
         if tokens is None:
             tokens = np.zeros(schedule.num_micro_batches, dtype=np.int64)
         self.transfer: list[float] = communication.transfer_times(tokens).tolist()
@@ -164,6 +159,17 @@ class Run:
                     if message not in self.sent or message not in self.received
                 ]
         return "\n".join(lines)
+
+
+def op_times(times: StageTimes, num_pieces: int = 0) -> dict[str, list[list[float]]]:
+    """[M][S] times of each kind of op; num_pieces: of each W, 0 where the backward is one."""
+    found = {"F": times.forward.tolist(), "B": times.backward.tolist()}
+    if num_pieces and times.weight_gradient is not None:
+        found["B"] = times.input_gradient.tolist()
+        found["W"] = (times.weight_gradient / num_pieces + times.piece).tolist()
+    elif num_pieces:
+        found["W"] = np.full_like(times.backward, times.piece).tolist()
+    return found
 
 
 def find_deadlock(schedule: PipelineSchedule, shape: CommunicationShape) -> str | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -208,17 +209,25 @@ def weigh(features: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
     """
     if len(coefficients) > 1:
         # Most stages are alike: weigh each kind once.
-        kinds, kind_of = np.unique(coefficients, axis=0, return_inverse=True)
+        kinds, kind_of = _kinds(np.asarray(coefficients, dtype=np.float64).tobytes())
         if len(kinds) < len(coefficients):
             weighed = weigh(features, kinds)
             if len(kinds) > 1:
-                return weighed[..., kind_of.ravel()]
+                return weighed[..., kind_of]
             return np.broadcast_to(weighed, (*features.shape[:-1], len(coefficients)))
     total = features[..., :1] * coefficients[:, 0]
     for k in range(1, NUM_FEATURES):
         if coefficients[:, k].any():
             total += features[..., k : k + 1] * coefficients[:, k]
     return total
+
+
+@lru_cache(maxsize=256)
+def _kinds(coefficients: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """The different rows of coefficients [S, 3], and [S] which of them each stage has."""
+    rows = np.frombuffer(coefficients).reshape(-1, NUM_FEATURES)
+    kinds, kind_of = np.unique(rows, axis=0, return_inverse=True)
+    return kinds, kind_of.ravel()
 
 
 def uniform_cost_model(

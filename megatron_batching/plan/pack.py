@@ -76,6 +76,7 @@ class PackingProblem:
         """[I, 3] features that an item adds when it shares no padding, without the overhead."""
         self.costs = model.load(self.alone, self.forward_only)
         """[I] time of an item on all stages together, without the overhead."""
+        self._packed: dict[tuple[bytes, int, bytes], Packing | None] = {}
 
     def judged(self, deferred: bool) -> PackingProblem:
         """The same problem, with or without weight gradients in the gaps."""
@@ -149,6 +150,15 @@ class PackingProblem:
         initial: [num_bins] loads that a micro-batch is taken to hold already. None is returned
         when no packing in so few micro-batches is found.
         """
+        start = b"" if initial is None else np.asarray(initial, dtype=np.float64).tobytes()
+        key = chosen.tobytes(), num_bins, start
+        if key not in self._packed:  # both searches of a plan ask for many of the same
+            self._packed[key] = self._pack(chosen, num_bins, initial)
+        return self._packed[key]
+
+    def _pack(
+        self, chosen: np.ndarray, num_bins: int, initial: Sequence[float] | np.ndarray | None
+    ) -> Packing | None:
         if not len(chosen):
             return (chosen,) * num_bins
         assignment = (

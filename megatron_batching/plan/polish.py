@@ -196,18 +196,13 @@ def _move_bins(
     bins: np.ndarray, plans: np.ndarray, num_bins: int, rng: np.random.Generator
 ) -> None:
     """In each of `plans`, two of the first micro-batches trade places, or one moves along."""
-    one, two = rng.integers(num_bins, size=(2, len(plans)))
-    for at, plan in enumerate(plans):
-        place = np.arange(num_bins)
-        if rng.random() < TRADE_SHARE:
-            place[[one[at], two[at]]] = two[at], one[at]
-        else:
-            # One is taken out and put in elsewhere: those between move up by one. `order` says
-            # which micro-batch comes at each place, its inverse where each one goes.
-            order = np.insert(np.delete(place, one[at]), two[at], one[at])
-            place[order] = np.arange(num_bins)
-        moved = bins[plan] < num_bins
-        bins[plan, moved] = place[bins[plan, moved]]
+    one, two = rng.integers(num_bins, size=(2, len(plans)))[..., None]
+    trades = rng.random(len(plans))[:, None] < TRADE_SHARE
+    moved = bins[plans]  # those of the other replica, from num_bins on, lie outside of all ranges
+    # A trade: the second goes to the first's place. Otherwise those between move up by one.
+    shift = ((moved >= two) & (moved < one)).astype(int) - ((moved > one) & (moved <= two))
+    rest = np.where(trades, np.where(moved == two, one, moved), moved + shift)
+    bins[plans] = np.where(moved == one, two, rest)
 
 
 def _step_times(

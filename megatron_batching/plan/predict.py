@@ -195,6 +195,7 @@ def find_deferrals(
             np.max(held, axis=0),
             limit=max_tokens_in_flight,
             enough=slowest,
+            least=float(estimates[block]),
         )
         [plain] = simulate_many(schedule, forward[None], backward[None], COMMUNICATION)
         step_time, deferral = filling.step_time, filling.deferral

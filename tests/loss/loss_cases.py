@@ -32,6 +32,7 @@ from tests.loss.loss_models import (
     num_layers_of,
 )
 from tests.loss.loss_reference import reference, reference_outputs
+from tests.megatron.weight_gradient_cases import FORCED, put_nothing_off, with_deferrals
 
 
 def planned_steps(
@@ -49,15 +50,18 @@ def planned_steps(
     expert_shares: ExpertShares = "micro_batch",
     loss_scale: float = 1.0,
     split: dict[str, Any] | None = None,
+    deferred: bool = False,
 ) -> list[dict[str, Any]]:
     """Forward and backward of every batching and mode; errors against the reference.
 
-    `split` says how layers are split over the stages, by Megatron's names.
+    `split` says how layers are split over the stages, by Megatron's names. `deferred`: all weight
+    gradients run later than their backward, wherever it may be; beside a step in which none does.
 
     Returns:
         One dict a case: batching, mode, counts and num_dummies of the plan, and the largest
         relative errors of loss, metrics, gradient norm and any parameter's gradient (relative to
-        the largest entry of that gradient), as this rank sees them.
+        the largest entry of that gradient), as this rank sees them; where it is deferred, the
+        number of parameters whose gradient then differs in any bit.
     """
     num_layers = num_layers_of(layout)
     truths = {
@@ -80,13 +84,27 @@ def planned_steps(
                 expert_shares=expert_shares,
                 model_type="value_model" if kind == "value" else "language_model",
             )
-            report = engine.forward_backward_batch(mini_batch(lengths, masked, masked_share))
+            batch = mini_batch(lengths, masked, masked_share)
+            plan, whole = engine.plan(batch), {}
+            if deferred:
+                engine.forward_backward_batch(batch, plan=with_deferrals(plan, put_nothing_off))
+                named = engine.model.named_parameters()
+                whole = {name: parameter.main_grad.clone() for name, parameter in named}
+                engine.optimizer_zero_grad()
+                plan = with_deferrals(plan, FORCED["scattered, 3 pieces"])
+            report = engine.forward_backward_batch(batch, plan=plan)
+            named = engine.model.named_parameters()
             results.append(
                 {
                     "batching": name,
                     "mode": mode,
                     "counts": [r.num_micro_batches for r in report.plan.replicas],
                     "num_dummies": report.plan.num_dummies,
+                    "num_different": sum(
+                        not torch.equal(parameter.main_grad, whole[name])
+                        for name, parameter in named
+                        if deferred
+                    ),
                     **_errors(engine, report, truths[mode], loss_scale),
                 }
             )

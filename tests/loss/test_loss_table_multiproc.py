@@ -34,7 +34,10 @@ def lines() -> Iterator[list[str]]:
 @pytest.mark.parametrize(
     ("kind", "layout"),
     ROWS,
-    ids=[f"{kind.replace(' ', '-')}-{loss_table.name_of(layout)}" for kind, layout in ROWS],
+    ids=[
+        f"{kind.replace(', ', '-').replace(' ', '-')}-{loss_table.name_of(layout)}"
+        for kind, layout in ROWS
+    ],
 )
 def test_row(pools: Pools, lines: list[str], kind: str, layout: dict[str, int]) -> None:
     # Even waiting, workers keep the cores busy: the threads of their process groups wake up often.
@@ -49,6 +52,7 @@ def test_row(pools: Pools, lines: list[str], kind: str, layout: dict[str, int]) 
     for precision, cases in results.items():
         errors = loss_table.worst(cases)
         assert max(errors.values()) < loss_table.goal_of(kind, precision), (precision, errors)
+        assert not any(case.get("num_different") for case in cases)
 
 
 def test_loss_curves_lie_on_top_of_one_another(pools: Pools) -> None:

@@ -61,6 +61,10 @@ def scattered(num_pieces: int, schedule: PipelineSchedule) -> Deferral:
     return Deferral(num_pieces=num_pieces, counts=tuple(rows))
 
 
+def put_nothing_off(schedule: PipelineSchedule) -> None:
+    """Each weight gradient runs inside its backward."""
+
+
 FORCED: dict[str, Deferrals] = {
     "at the end": lambda schedule: at_the_end(1, schedule),
     "at the end, 8 pieces": lambda schedule: at_the_end(8, schedule),
@@ -151,7 +155,7 @@ def samples_of(case: Case) -> MiniBatch:
     )
 
 
-def deferred(plan: MicroBatchPlan, choose: Deferrals) -> MicroBatchPlan:
+def with_deferrals(plan: MicroBatchPlan, choose: Deferrals) -> MicroBatchPlan:
     """The same micro-batches, with other weight gradients put off."""
     replicas = tuple(
         replace(replica, deferral=choose(plan.schedule(replica.dp_rank)))
@@ -196,9 +200,9 @@ def differences(cases: dict[str, Case], steps: int = 2) -> dict[str, list[str]]:
     for name, case in cases.items():
         placement = initialize(Layout(**case.layout), device="cpu")
         planned = plan_of(case, build_engine(case, placement))
-        truth = train(case, placement, deferred(planned, lambda schedule: None), steps)
+        truth = train(case, placement, with_deferrals(planned, put_nothing_off), steps)
         assert truth["norm 0"][0] > 0
-        plans = {forced: deferred(planned, FORCED[forced]) for forced in case.forced}
+        plans = {forced: with_deferrals(planned, FORCED[forced]) for forced in case.forced}
         for how, plan in {"as planned": planned, **plans}.items():
             result = train(case, placement, plan, steps)
             assert result.keys() == truth.keys()
@@ -253,7 +257,7 @@ def ops_that_ran(case: Case) -> dict[str, str]:
     planned = plan_of(case, engine)
     found = {}
     for name in case.forced:
-        report = engine.train_batch(samples_of(case), plan=deferred(planned, FORCED[name]))
+        report = engine.train_batch(samples_of(case), plan=with_deferrals(planned, FORCED[name]))
         found[name] = format_ops(tuple(event.op for event in report.events))
     return found
 
@@ -262,7 +266,7 @@ def fail_midway(case: Case) -> dict[str, list[str]]:
     """What a step that fails with work pending leaves; then what differs on an engine made anew."""
     placement = initialize(Layout(**case.layout), device="cpu")
     engine = build_engine(case, placement)
-    plan = deferred(plan_of(case, engine), FORCED["at the end"])
+    plan = with_deferrals(plan_of(case, engine), FORCED["at the end"])
     model = engine.model
     before = dict(vars(model.config))
     # In 1F1B on two ranks, each has by then received all that the other has sent.
@@ -304,7 +308,7 @@ def own_function(case: Case) -> dict[str, Any]:
     """Whether a linear layer's own function runs and stays in a step that defers."""
     placement = initialize(Layout(**case.layout), device="cpu")
     engine = build_engine(case, placement)
-    plan = deferred(plan_of(case, engine), FORCED["at the end"])
+    plan = with_deferrals(plan_of(case, engine), FORCED["at the end"])
     linear: Any = next(
         module
         for module in engine.model.chunks[0].modules()
