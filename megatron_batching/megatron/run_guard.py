@@ -8,7 +8,12 @@ waits inside a collective, which could not be woken up otherwise, so it ends the
 
 Each rank watches the next one only: a few short requests a rank and beat whatever the world size,
 and a lost rank always has a living neighbour. The alternatives: torchrun ends the ranks of its own
-host alone; NCCL's watchdog needs NCCL, and says which collective timed out, not why.
+host alone; NCCL's watchdog needs NCCL, and says which collective timed out, not why. What the
+watchdog has found is heard here before it ends the process, see `nccl_faults`.
+
+A neighbour on the same machine whose process has ended is lost at once. One that is merely silent
+may hold Python's lock: for a second or two on the CPU, for as long as a kernel is built or a
+library loaded on a GPU. So the limit is longer there.
 
 The thread cannot tell a rank that is stuck in a loop from one that works long: the collectives'
 own time limit is left for that. A process without a guard (outside `initialize`, or where someone
@@ -24,15 +29,18 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
 from torch.distributed import Store
 
+from megatron_batching.megatron.processes import ProcessName, has_ended, this_process
 from megatron_batching.megatron.thread_deaths import ThreadDeaths, place
 
 BEAT_S = 1.0
 LOST_AFTER_S = 20.0
+LOST_AFTER_ON_GPU_S = 120.0
 PATIENCE_S = 5.0  # how long a rank that leaves with an exception waits for others to leave, too
 EXIT_PATIENCE_S = 15.0  # the same for the store's host at its process's end without shut_down
 _BEATS_A_SECOND = 1000  # of all ranks together; more ranks beat more slowly
@@ -58,6 +66,7 @@ class RunGuard:
         beat_s: seconds between two looks.
         lost_after_s: a neighbour that did not beat for so long is lost.
         hosts_store: the store lives in this process, which therefore leaves last.
+        library_fault: asked once a beat; a line on what a library's thread has found, if anything.
     """
 
     def __init__(
@@ -69,6 +78,7 @@ class RunGuard:
         beat_s: float = BEAT_S,
         lost_after_s: float = LOST_AFTER_S,
         hosts_store: bool | None = None,
+        library_fault: Callable[[], str] = str,
     ) -> None:
         self.rank = rank
         self._hosts_store = rank == 0 if hosts_store is None else hosts_store
@@ -76,6 +86,10 @@ class RunGuard:
         self._world_size = world_size
         self._beat_s = max(beat_s, world_size / _BEATS_A_SECOND)
         self._lost_after_s = max(lost_after_s, 3 * self._beat_s)
+        self._explain_s = max(_EXPLAIN_S, 12 * self._beat_s)
+        self._library_fault = library_fault
+        self._fault_since: float | None = None
+        self._name = this_process()
         self._lock = threading.Lock()
         self._steps = 0
         self._failing = False
@@ -207,7 +221,9 @@ class RunGuard:
         return True
 
     def _beat(self) -> None:
-        state = json.dumps({"at": time.time(), "steps": self._steps, "done": self._done})
+        state = json.dumps(
+            {"at": time.time(), "process": self._name, "steps": self._steps, "done": self._done}
+        )
         with self._lock:
             self._store.set(f"beat/{self.rank}", state)
 
@@ -238,27 +254,51 @@ class RunGuard:
             if beat != seen:
                 seen, since = beat, time.monotonic()
             cause = self._deaths.stuck() or self._fault_of(neighbour, beat, since, is_suspect)
-            if cause and not self._failing:
-                self._leave(f"error: {self.report(cause)}")
+            fault = cause or self._own_fault()
+            if fault and not self._failing:
+                where = "" if cause else f"; {self._ends_too()}"
+                self._leave(f"error: {self.report(fault)}{where}")
 
     def _fault_of(self, neighbour: int, beat: bytes, since: float, is_suspect: bool) -> str:
         """Why the neighbour ends the run; empty if it does not."""
         if not beat:
             return ""
         state, limit_s = json.loads(beat), self._lost_after_s
-        if is_suspect:
+        ended = has_ended(ProcessName(*state["process"]))
+        if is_suspect and ended is None:
             limit_s = max(_SUSPECT_AFTER_S, 4 * self._beat_s)
         if state["done"] and state["steps"] < self._steps:
             return (
                 f"rank {neighbour} ended after {state['steps']} steps while rank {self.rank} "
                 f"is in step {self._steps}: its data ended early; give all ranks as much"
             )
+        if not state["done"] and ended:
+            return f"rank {neighbour} is lost: its process has ended (killed, or by a library)"
         if not state["done"] and time.monotonic() - since > limit_s:
             return (
                 f"rank {neighbour} is lost: no sign of life for {limit_s:.0f} s "
                 "(killed, or its host is gone)"
             )
         return ""
+
+    def _own_fault(self) -> str:
+        """What a library has found here; a lost connection only if nobody says why for a while."""
+        fault = self._library_fault()
+        if not fault or not _is_closed(fault):
+            return fault
+        now = time.monotonic()
+        try:
+            with self._lock:
+                if self._fault_since is None:
+                    self._fault_since = now
+                    self._store.set("suspect", "yes")
+                if now - self._fault_since < self._explain_s:
+                    return ""
+                if self._store.check(["gone"]):
+                    return f"{self._store.get('gone').decode()}, and others waited for it"
+        except RuntimeError:  # the store is gone with its process, as the next look will find
+            return ""
+        return fault
 
     def _leave(self, line: str, code: int = 1) -> NoReturn:
         """End the process at once: other threads may wait where nothing can wake them."""
@@ -314,8 +354,7 @@ class RunGuard:
     def _explanation(self) -> str | None:
         """Why a peer closed its connection, if somebody says so in time."""
         start = time.monotonic()
-        limit_s = max(_EXPLAIN_S, 12 * self._beat_s)
-        while time.monotonic() - start < limit_s:
+        while time.monotonic() - start < self._explain_s:
             try:
                 with self._lock:
                     self._store.set("suspect", "yes")

@@ -22,7 +22,8 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from megatron_batching.megatron.cpu_mode import CPUMode
 from megatron_batching.megatron.environment import LaunchEnvironment
-from megatron_batching.megatron.run_guard import RunGuard, mark_handled
+from megatron_batching.megatron.nccl_faults import nccl_fault
+from megatron_batching.megatron.run_guard import LOST_AFTER_ON_GPU_S, RunGuard, mark_handled
 
 
 class World:
@@ -81,6 +82,7 @@ class World:
                 environment.rank,
                 environment.world_size,
                 hosts_store=_hosts_store(environment),
+                **guard_settings(backend),
             )
             atexit.register(self._at_exit)
         self._hooks = sys.excepthook, sys.excepthook
@@ -158,6 +160,19 @@ class World:
 
 
 WORLD = World()
+
+
+def guard_settings(backend: str) -> dict[str, Any]:
+    """What the run's guard is told for a backend.
+
+    >>> guard_settings("gloo")
+    {}
+    """
+    if backend != "nccl":
+        return {}
+    return dict(
+        lost_after_s=LOST_AFTER_ON_GPU_S, library_fault=lambda: nccl_fault(process_groups())
+    )
 
 
 def process_groups() -> list[dist.ProcessGroup]:
