@@ -6,6 +6,11 @@ another. Tensors are pulled out of the pickle and laid behind it as they are, so
 what its tensors weigh. The alternative, `all_gather_object`, brings every message to every
 rank: dp times the traffic, and a copy of each tensor through pickle.
 
+Ranks of one replica hold the same messages. One of them sends and receives for all, and passes on
+what came within the replica: between replicas, which often stand on different hosts, each byte
+travels once instead of tp x cp x pp times. It takes a step more; were every rank to exchange its
+own copy, links between hosts would carry them all.
+
 Only ranks of one job may be in the group: messages are unpickled.
 """
 
@@ -23,7 +28,11 @@ from torch import Tensor
 _ALIGN_BYTES = 16  # bytes; so that any dtype may be read where its tensor begins
 
 
-def all_to_all(messages: Sequence[Any], group: dist.ProcessGroup | None) -> list[Any]:
+def all_to_all(
+    messages: Sequence[Any],
+    group: dist.ProcessGroup | None,
+    copies: Sequence[dist.ProcessGroup] = (),
+) -> list[Any]:
     """Send message r to rank r of the group; returns what each rank sent to this one.
 
     Tensors arrive on the kind of device that they lay on, a GPU's on the current GPU, so that they
@@ -33,6 +42,9 @@ def all_to_all(messages: Sequence[Any], group: dist.ProcessGroup | None) -> list
     Args:
         messages: one for each rank of the group.
         group: with gloo, bytes travel through host memory; with NCCL through the current GPU.
+        copies: groups whose ranks have the same messages. Who is first in all of them exchanges
+            messages and passes on what came, in one group after the other: in each, the first rank
+            has it from the groups before.
     """
     world = 1 if group is None else dist.get_world_size(group)
     if len(messages) != world:
@@ -40,7 +52,22 @@ def all_to_all(messages: Sequence[Any], group: dist.ProcessGroup | None) -> list
     if world == 1:
         return list(messages)
     rank = dist.get_rank(group)
-    device = _device(group)
+    copies = [each for each in copies if dist.get_world_size(each) > 1]
+    arrived = None
+    if all(dist.get_rank(each) == 0 for each in copies):
+        arrived = _exchange(messages, group)
+    for i, each in enumerate(copies):
+        if all(dist.get_rank(later) == 0 for later in copies[i + 1 :]):
+            arrived = _passed_on(arrived, world, each)
+    assert arrived is not None
+    sizes, received = arrived
+    pieces = received.cpu().split(sizes)
+    return [messages[r] if r == rank else loads(piece) for r, piece in enumerate(pieces)]
+
+
+def _exchange(messages: Sequence[Any], group: dist.ProcessGroup | None) -> tuple[list[int], Tensor]:
+    """Sizes in bytes of what each rank has sent to this one, and the bytes behind one another."""
+    rank, device = dist.get_rank(group), _device(group)
     outgoing = [b"" if r == rank else dumps(message) for r, message in enumerate(messages)]
     sizes = torch.tensor([len(data) for data in outgoing], device=device)
     sizes_in = torch.empty_like(sizes)
@@ -50,8 +77,23 @@ def all_to_all(messages: Sequence[Any], group: dist.ProcessGroup | None) -> list
     sent = sent[: sum(split_out)].to(device)
     received = torch.empty(sum(split_in), dtype=torch.uint8, device=device)
     dist.all_to_all_single(received, sent, split_in, split_out, group=group)
-    pieces = received.cpu().split(split_in)
-    return [messages[r] if r == rank else loads(piece) for r, piece in enumerate(pieces)]
+    return split_in, received
+
+
+def _passed_on(
+    arrived: tuple[list[int], Tensor] | None, world: int, group: dist.ProcessGroup
+) -> tuple[list[int], Tensor]:
+    """What has arrived on the first rank of the group, on all of its ranks."""
+    device, first = _device(group), dist.get_global_rank(group, 0)
+    sizes, received = arrived or ([0] * world, torch.empty(0, dtype=torch.uint8))
+    told = torch.tensor(sizes, device=device)
+    dist.broadcast(told, first, group=group)
+    sizes = told.tolist()
+    if arrived is None:
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    received = received.to(device)
+    dist.broadcast(received, first, group=group)
+    return sizes, received
 
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -126,6 +168,19 @@ def _jagged(values: Tensor, offsets: Tensor, ragged_idx: int) -> Tensor:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    if "gloo" in str(dist.get_backend(group)):
+    if message_device(str(dist.get_backend(group))) == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def message_device(backend: str) -> str:
+    """Through which memory a group's messages go, "cuda" or "cpu", from its backend's name.
+
+    A group may have a backend for each device, as verl makes all of its groups: then messages take
+    that of the GPU, since gloo knows none of the fast links.
+
+    >>> [message_device(name) for name in ("gloo", "nccl", "cpu:gloo,cuda:nccl", "cpu:gloo")]
+    ['cpu', 'cuda', 'cuda', 'cpu']
+    """
+    of_device = (part.rpartition(":") for part in backend.lower().split(","))
+    return "cuda" if any(name == "nccl" for _, _, name in of_device) else "cpu"

@@ -6,9 +6,9 @@ another word. If the plan moves samples (`balance="replicas"`), those that leave
 they run in one all-to-all, and whatever comes out of them is sent home in another, to lie where
 the sample came from. `balance="none"` moves nothing and sends nothing.
 
-Trade-off: samples are sent as they are, over the data-parallel group; every rank of a replica
-receives its own copy, as every rank had one. Sending only the plan's difference from a previous
-step would save little: samples are new in each step.
+Trade-off: samples are sent as they are, over the data-parallel group; one rank of a replica
+receives them and passes them on to the others (`copies`), which hold the same. Sending only the
+plan's difference from a previous step would save little: samples are new in each step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ class Holdings:
 
 
 def move_samples(
-    held: Sequence[T], holdings: Holdings, plan: MicroBatchPlan, group: dist.ProcessGroup | None
+    held: Sequence[T],
+    holdings: Holdings,
+    plan: MicroBatchPlan,
+    group: dist.ProcessGroup | None,
+    copies: Sequence[dist.ProcessGroup] = (),
 ) -> dict[int, T]:
     """The samples that this replica runs, by number, wherever they lay before.
 
@@ -63,6 +67,8 @@ def move_samples(
         holdings: who holds what; the same on every rank.
         plan: who runs what.
         group: data-parallel group; None for a single replica.
+        copies: as for `all_to_all`: this replica's other ranks. Without them each rank receives
+            for itself.
     """
     runs_on = _runners(plan)
     here = dict(zip(holdings.own, held, strict=True))
@@ -70,12 +76,16 @@ def move_samples(
         messages: list[dict[int, T]] = [{} for _ in holdings.counts]
         for n, sample in here.items():
             messages[runs_on[n]][n] = sample
-        here = {n: s for message in all_to_all(messages, group) for n, s in message.items()}
+        here = {n: s for m in all_to_all(messages, group, copies) for n, s in m.items()}
     return dict(sorted(here.items()))
 
 
 def send_home(
-    outputs: Mapping[int, T], holdings: Holdings, plan: MicroBatchPlan, group: Any
+    outputs: Mapping[int, T],
+    holdings: Holdings,
+    plan: MicroBatchPlan,
+    group: Any,
+    copies: Sequence[dist.ProcessGroup] = (),
 ) -> list[T]:
     """What came out of this replica's own samples, in the order in which it holds them.
 
@@ -84,12 +94,13 @@ def send_home(
         holdings: as for `move_samples`.
         plan: as for `move_samples`.
         group: as for `move_samples`; all its ranks must call this.
+        copies: as for `move_samples`, of the ranks that call this.
     """
     if plan.num_moved:
         messages: list[dict[int, T]] = [{} for _ in holdings.counts]
         for n, output in outputs.items():
             messages[holdings.owners[n]][n] = output
-        outputs = {n: o for message in all_to_all(messages, group) for n, o in message.items()}
+        outputs = {n: o for m in all_to_all(messages, group, copies) for n, o in m.items()}
     return [outputs[n] for n in holdings.own]
 
 
@@ -141,10 +152,17 @@ class ShardedMiniBatch:
         """What losses and metrics divide by."""
         return Counts(tokens_per_sequence=self.tokens_per_sequence)
 
-    def moved(self, plan: MicroBatchPlan) -> ShardedMiniBatch:
-        """The same mini-batch with the samples here that the plan runs here."""
+    def moved(
+        self, plan: MicroBatchPlan, copies: Sequence[dist.ProcessGroup] = ()
+    ) -> ShardedMiniBatch:
+        """The same mini-batch with the samples here that the plan runs here.
+
+        Args:
+            plan: who runs what.
+            copies: as for `move_samples`.
+        """
         held = [self.samples[n] for n in self.holdings.own]
-        samples = move_samples(held, self.holdings, plan, self.group)
+        samples = move_samples(held, self.holdings, plan, self.group, copies)
         return replace(self, samples=samples)
 
 

@@ -57,7 +57,7 @@ from megatron_batching.megatron.optimizer import (
     take_optimizer,
     training_settings,
 )
-from megatron_batching.megatron.parallel import Placement
+from megatron_batching.megatron.parallel import Placement, replica_groups
 from megatron_batching.megatron.recorder import MessageLog, clock_reading
 from megatron_batching.plan import BatchingOptions, CostModel, MicroBatchPlan, plan_mini_batch
 from megatron_batching.plan.options import Deferring, as_deferring
@@ -367,9 +367,9 @@ class PipelineEngine(Engine):
             if not isinstance(mini_batch, ShardedMiniBatch):
                 return found
             holdings = mini_batch.holdings
-            return dict(
-                zip(holdings.own, send_home(found, holdings, plan, mini_batch.group), strict=True)
-            )
+            group, copies = mini_batch.group, replica_groups(of_stage=True)
+            own = send_home(found, holdings, plan, group, copies)
+            return dict(zip(holdings.own, own, strict=True))
 
         found = at_home(restore_order(samples, outputs))
         if not objective.needs_entropy:

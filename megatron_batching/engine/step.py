@@ -33,6 +33,7 @@ from megatron_batching.loss import (
 )
 from megatron_batching.megatron.auxiliary import RouterShares, fit_loss_logs, routers_prepared
 from megatron_batching.megatron.model import PipelineModel
+from megatron_batching.megatron.parallel import replica_groups
 from megatron_batching.megatron.recorder import MessageLog, StepRecorder
 from megatron_batching.megatron.world import begin_step
 from megatron_batching.plan import MicroBatchPlan
@@ -256,7 +257,7 @@ def prepare_step(
         device=settings.model.placement.device,
     )
     if isinstance(mini_batch, ShardedMiniBatch):
-        mini_batch = mini_batch.moved(plan)
+        mini_batch = mini_batch.moved(plan, replica_groups())
     return PreparedStep(
         settings=settings,
         mini_batch=mini_batch,

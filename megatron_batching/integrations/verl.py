@@ -42,12 +42,12 @@ from megatron_batching.integrations.verl_batch import (
     sequence_lengths,
     split_outputs,
 )
-from megatron_batching.integrations.verl_limits import batching_limits
+from megatron_batching.integrations.verl_limits import batching_limits, check_overlap, fp8_limits
 from megatron_batching.integrations.verl_losses import cut_dependence, reduces_over_ranks
 from megatron_batching.integrations.verl_metrics import join_metrics
 from megatron_batching.integrations.verl_settings import VerlSettings, load_settings
 from megatron_batching.megatron.model import PipelineModel, has_transformer_engine
-from megatron_batching.megatron.parallel import Placement
+from megatron_batching.megatron.parallel import Placement, replica_groups
 from megatron_batching.plan import (
     BatchingOptions,
     MicroBatchPlan,
@@ -96,6 +96,7 @@ class PlannedBatches:
             self.__dict__.pop(name, None)
         _LOG.info("micro-batches are planned: %s", self.settings)
         super().initialize()  # type: ignore[misc]
+        check_overlap(self.tf_config)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
@@ -184,7 +185,7 @@ class PlannedBatches:
         """Move samples to where they run; what then makes verl's batch of micro-batch i."""
         rows_of = RowFormat(data)
         held = rows_of.rows(data)
-        rows = move_samples(held, whole.holdings, plan, self._group)
+        rows = move_samples(held, whole.holdings, plan, self._group, replica_groups())
         micro_batches = plan.replicas[whole.holdings.rank].micro_batches
 
         def build(i: int) -> TensorDict:
@@ -212,8 +213,9 @@ class PlannedBatches:
             for m, r in zip(micro_batches, reported, strict=True)
             if m.samples
         ]
+        own = send_home(outputs, whole.holdings, plan, self._group, replica_groups(of_stage=True))
         return {
-            "model_output": join_outputs(send_home(outputs, whole.holdings, plan, self._group)),
+            "model_output": join_outputs(own),
             "loss": [r["loss"] for r in reported],
             "metrics": join_metrics(gather(reports, self._group)),
         }
@@ -237,6 +239,8 @@ class PlannedBatches:
             limits["micro_batch_size"] *= group_size
         # Both of verl's formats pad to this (sequence parallelism, halves of each cp share).
         align = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+        if config.use_remove_padding and getattr(self.tf_config, "fp8", None):
+            limits, align = fp8_limits(limits, align, layout.cp)
         options = BatchingOptions(
             **limits,
             packing="packed" if config.use_remove_padding else "padded",

@@ -8,6 +8,7 @@ mistake that no default should settle.
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Any
 
 from megatron_batching.plan.layout import check_positive
@@ -58,6 +59,44 @@ def batching_limits(
             "in a micro-batch; give it, or set use_dynamic_bsz=true"
         )
     return {"micro_batch_size": _whole("micro_batch_size_per_gpu", micro_batch_size_per_gpu)}
+
+
+def fp8_limits(limits: dict[str, Any], align: int, cp: int) -> tuple[dict[str, Any], int]:
+    """Limits and alignment of packed rows that stay below the cap with verl's own padding for fp8.
+
+    verl 0.9.1 pads each sample to a multiple of 16 and of `align`, and then the row to one of
+    128 x `align` (`preprocess_thd_engine`). A row of at most a multiple of that stays below it.
+
+    Args:
+        limits: from `batching_limits`.
+        align: what samples are padded to without fp8.
+        cp: ranks that share a row.
+
+    Raises:
+        ValueError: the cap is below one such multiple.
+
+    >>> fp8_limits({"max_tokens_per_gpu": 1000}, align=2, cp=1)
+    ({'max_tokens_per_gpu': 768}, 16)
+    """
+    row = 128 * align
+    if "max_tokens_per_gpu" in limits:
+        cap = limits["max_tokens_per_gpu"] * cp // row * row // cp
+        if cap == 0:
+            raise ValueError(
+                f"max_token_len_per_gpu={limits['max_tokens_per_gpu']} is below {row // cp}, to "
+                "a multiple of which verl pads rows in fp8; give at least as much"
+            )
+        limits = {**limits, "max_tokens_per_gpu": cap}
+    return limits, lcm(16, align)
+
+
+def check_overlap(config: Any) -> None:
+    """Raise ValueError for an overlap of Megatron's whose buffers nobody has made."""
+    if getattr(config, "tp_comm_overlap", False):
+        raise ValueError(
+            "tp_comm_overlap=True in override_transformer_config: its buffers have one shape, "
+            "micro-batches differ in shape, and verl makes none; leave it out"
+        )
 
 
 def _whole(name: str, value: Any) -> int:

@@ -152,6 +152,18 @@ def initialize(
     return Placement._in(layout, chosen)
 
 
+def replica_groups(*, of_stage: bool = False) -> tuple[dist.ProcessGroup, ...]:
+    """Groups of ranks that hold the same samples: a replica's pipeline stages, then tp x cp.
+
+    Args:
+        of_stage: those of this pipeline stage alone.
+    """
+    within_stage = parallel_state.get_tensor_and_context_parallel_group()
+    if of_stage:
+        return (within_stage,)
+    return parallel_state.get_pipeline_model_parallel_group(), within_stage
+
+
 def shut_down() -> None:
     """Destroy the parallel state and the process groups, and leave the CPU mode.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_batching.data import Holdings, all_to_all, move_samples, send_home
-from megatron_batching.megatron.parallel import initialize
+from megatron_batching.megatron.parallel import initialize, replica_groups
 from megatron_batching.plan import BatchingOptions, Layout, plan_mini_batch
 from megatron_batching.plan.options import Balance
 
@@ -71,3 +73,36 @@ def there_and_back(dp: int, shards: list[list[int]], balance: Balance) -> int:
     for n, output in zip(shards[placement.dp_rank], home, strict=True):
         assert torch.equal(output, 2 * torch.arange(n))
     return plan.num_moved
+
+
+def bytes_between(layout: dict[str, int], *, passes_on: bool) -> dict[str, int]:
+    """Bytes that this rank sends to other replicas, and passes on within its own.
+
+    The message for replica r from replica q is a tensor of 1000 (q + 1) floats, r + 10 q each.
+    """
+    placement = initialize(Layout(**layout), device="cpu")
+    group, me = parallel_state.get_data_parallel_group(), placement.dp_rank
+    sent = {"between replicas": 0, "within": 0}
+    swap, spread = dist.all_to_all_single, dist.broadcast
+
+    def swapping(received: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        if given.dtype == torch.uint8:
+            sent["between replicas"] += given.numel()
+        return swap(received, given, *args, **kwargs)
+
+    def spreading(tensor: Any, src: int, group: Any) -> Any:
+        if tensor.dtype == torch.uint8 and dist.get_rank() == src:
+            sent["within"] += tensor.numel() * (dist.get_world_size(group) - 1)
+        return spread(tensor, src, group)
+
+    messages = [
+        torch.full((1000 * (me + 1),), float(to + 10 * me)) for to in range(placement.layout.dp)
+    ]
+    with (
+        mock.patch.object(dist, "all_to_all_single", swapping),
+        mock.patch.object(dist, "broadcast", spreading),
+    ):
+        found = all_to_all(messages, group, replica_groups() if passes_on else ())
+    for q, message in enumerate(found):
+        assert torch.equal(message, torch.full((1000 * (q + 1),), float(me + 10 * q))), (me, q)
+    return sent

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_batching.data.all_to_all import message_device
 from megatron_batching.plan.options import Balance
 from tests.data import moving_cases
 from tests.support.process_pool import Pools
@@ -30,3 +31,34 @@ def test_there_and_back(pools: Pools, shards: list[list[int]], balance: Balance)
     assert moved[0] == moved[1]
     if balance == "none":
         assert moved[0] == 0
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=["pp", "tp"])
+def test_each_byte_goes_to_another_replica_once(pools: Pools, layout: dict[str, int]) -> None:
+    """Two ranks of each replica hold the same 4,000 and 8,000 bytes for the other replica."""
+    payload = 4_000 + 8_000
+    every, once = (
+        pools[4].run(moving_cases.bytes_between, layout=layout, passes_on=passes_on)
+        for passes_on in (False, True)
+    )
+    of_all = [sum(of_rank["between replicas"] for of_rank in ranks) for ranks in (every, once)]
+    assert of_all[0] == 2 * of_all[1]
+    assert payload <= of_all[1] < 1.1 * payload
+    assert sum(of_rank["within"] for of_rank in every) == 0
+    assert sum(of_rank["within"] for of_rank in once) == of_all[1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda"),  # verl's
+        ("cuda:nccl,cpu:gloo", "cuda"),
+        ("nccl", "cuda"),
+        ("gloo", "cpu"),
+        ("cpu:gloo", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("staged", "cpu"),
+    ],
+)
+def test_messages_take_the_gpus_backend_where_there_is_one(backend: str, device: str) -> None:
+    assert message_device(backend) == device
