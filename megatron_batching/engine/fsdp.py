@@ -125,6 +125,7 @@ class FSDPEngine(Engine):
             self.placement,
             seed=self._seed,
             value_head=self._model_type == "value_model",
+            has_main_grad=False,
         )
         gpt: Any = built.gpts[0]
         mesh = init_device_mesh(self.placement.device.type, (self.placement.layout.dp,))

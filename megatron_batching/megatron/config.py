@@ -184,7 +184,8 @@ def aligned_batching(
 
     Sequence parallelism cuts each context-parallel rank's share of a row into tp equal pieces;
     low-precision matrix products take multiples of 16 tokens in fp8, 32 in mxfp8 and 128 in fp4
-    (`get_fp8_align_size`, `get_fp4_align_size` of Megatron-Core 0.16.1 and 0.19.2).
+    (`get_fp8_align_size`, `get_fp4_align_size` of Megatron-Core 0.16.1 and 0.19.2), and of 128 in
+    fp8 by blocks, which Transformer Engine otherwise leaves in a higher precision.
 
     Args:
         batching: as the user gave them.
@@ -197,7 +198,7 @@ def aligned_batching(
     """
     multiple = 1
     if transformer.get("fp8"):
-        multiple = 32 if transformer.get("fp8_recipe") == "mxfp8" else 16
+        multiple = {"mxfp8": 32, "blockwise": 128}.get(transformer.get("fp8_recipe", ""), 16)
     elif transformer.get("fp4"):
         multiple = 128
     if transformer.get("sequence_parallel"):

@@ -20,7 +20,6 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
@@ -36,6 +35,7 @@ from megatron_batching.megatron.experts import (
     global_expert_name,
     mark_experts,
 )
+from megatron_batching.megatron.fusions import default_fusions
 from megatron_batching.megatron.initial_weights import initialize_weights
 from megatron_batching.megatron.layers import decoder_spec, mtp_spec
 from megatron_batching.megatron.options import check_options, config_class, from_names
@@ -201,6 +201,7 @@ def build_model(
     ddp: DistributedDataParallelConfig | None = None,
     value_head: bool = False,
     delay_weight_gradients: bool = False,
+    has_main_grad: bool = True,
 ) -> PipelineModel:
     """Build this rank's chunks, wrapped in Megatron's DDP.
 
@@ -212,6 +213,7 @@ def build_model(
         value_head: end in one value a token, [b, s, 1], instead of logits: a critic.
         delay_weight_gradients: where there is a pipeline, build Transformer Engine's layers so that
             weight gradients can be put off; local layers need nothing.
+        has_main_grad: gradients will be those of Megatron's DDP.
 
     Raises:
         ValueError: the model cannot be split like that.
@@ -224,7 +226,7 @@ def build_model(
             "model.tie_embeddings=true, but a value model has no vocabulary to tie; set it to false"
         )
     use_te = _uses_transformer_engine(model, placement)
-    config = _transformer_config(model, placement, use_te=use_te)
+    config = _transformer_config(model, placement, use_te=use_te, has_main_grad=has_main_grad)
     ddp = ddp or DistributedDataParallelConfig(
         **{"grad_reduce_in_fp32": config.params_dtype != torch.float64, **model.ddp}
     )
@@ -246,13 +248,22 @@ def build_model(
         uses_transformer_engine=use_te,
         embedding_group=copies,
     )
-    if ddp.overlap_grad_reduce:
-        config.no_sync_func = [c.no_sync for c in chunks] if layout.vpp > 1 else chunks[0].no_sync
-    if ddp.overlap_param_gather and ddp.align_param_gather and layout.vpp > 1:
-        config.param_sync_func = [c.start_param_sync for c in chunks]
+    _overlap(config, ddp, chunks)
     check_named(result)
     initialize_weights(result, seed)
     return result
+
+
+def _overlap(
+    config: TransformerConfig,
+    ddp: DistributedDataParallelConfig,
+    chunks: Sequence[DistributedDataParallel],
+) -> None:
+    """Let the schedule say when chunks communicate, where that overlaps with anything."""
+    if ddp.overlap_grad_reduce:
+        config.no_sync_func = [c.no_sync for c in chunks] if len(chunks) > 1 else chunks[0].no_sync
+    if ddp.overlap_param_gather and ddp.align_param_gather and len(chunks) > 1:
+        config.param_sync_func = [c.start_param_sync for c in chunks]
 
 
 def _uses_transformer_engine(model: ModelConfig, placement: Placement) -> bool:
@@ -315,7 +326,7 @@ def _gpt(
 
 
 def _transformer_config(
-    model: ModelConfig, placement: Placement, *, use_te: bool
+    model: ModelConfig, placement: Placement, *, use_te: bool, has_main_grad: bool
 ) -> TransformerConfig:
     layout = placement.layout
     dtype = DTYPES[model.precision]
@@ -347,12 +358,14 @@ def _transformer_config(
         attention_dropout=0.0,
         finalize_model_grads_func=finalize_model_grads,
     )
-    if placement.device.type == "cpu":
-        # These fusions are CUDA kernels.
-        settings.update(masked_softmax_fusion=False, bias_dropout_fusion=False)
-        settings.update(gradient_accumulation_fusion=False)
     options = from_names(model.transformer)
-    settings["apply_rope_fusion"] = use_te and _can_fuse_rotary(model, options)
+    settings |= default_fusions(
+        model.position_embedding,
+        options,
+        use_te=use_te,
+        on_gpu=placement.device.type == "cuda",
+        has_main_grad=has_main_grad,
+    )
     if model.precision == "fp32" and options.get("params_dtype") == torch.float64:
         settings.update(params_dtype=torch.float64, pipeline_dtype=torch.float64)
     if options.get("fp32_residual_connection"):
@@ -365,30 +378,22 @@ def _transformer_config(
     )
     if options.get("multi_latent_attention"):
         _move_rotary_settings(model, settings)
-    first, last = END_OPTIONS
-    if layout.pp == 2 and options.get(first) is not None:
-        # Then the last rank has what is left, and saying so too makes Megatron (0.16.1, 0.19.2)
-        # divide by the ranks between the two where chunks are interleaved.
-        options.pop(last, None)
+    _leave_out_rest(options, layout)
     try:
         return config_class(options)(**{**settings, **options})
     except (AssertionError, ValueError) as error:
         raise ValueError(f"Megatron-Core refuses model.transformer={options}: {error}") from error
 
 
-def _can_fuse_rotary(model: ModelConfig, options: Mapping[str, Any]) -> bool:
-    """Whether Transformer Engine's kernel may turn queries and keys.
+def _leave_out_rest(options: dict[str, Any], layout: Layout) -> None:
+    """Say of two ranks only what the first one has; the last has what is left.
 
-    Megatron's own code for packed rows (0.16.1, 0.19.2) reads where samples begin from the device,
-    several times a layer. The kernel for packed rows is not told of interleaved pairs; multi-latent
-    and sparse attention turn by code of their own.
+    Saying so too makes Megatron (0.16.1, 0.19.2) divide by the ranks between the two where chunks
+    are interleaved.
     """
-    others = ("multi_latent_attention", "rotary_interleaved", "experimental_attention_variant")
-    return (
-        model.position_embedding == "rope"
-        and not any(options.get(name) for name in others)
-        and rope_utils.fused_apply_rotary_pos_emb_thd is not None
-    )
+    first, last = END_OPTIONS
+    if layout.pp == 2 and options.get(first) is not None:
+        options.pop(last, None)
 
 
 def _move_rotary_settings(model: ModelConfig, settings: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from megatron_batching.megatron.config import (
     OptimizerSettings,
     world_size_from_environment,
 )
+from megatron_batching.megatron.fusions import APEX_KERNEL
 from megatron_batching.megatron.model import DTYPES
 from megatron_batching.megatron.parallel import Placement, initialize, shut_down
 from megatron_batching.plan import BatchingOptions, Layout
@@ -70,6 +71,8 @@ FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
+SWIGLU = {"activation_func": "silu", "gated_linear_unit": True}
+COMPILED = ("bias_dropout_fusion", "bias_activation_fusion")
 LAYOUTS: dict[str, dict[str, int]] = {
     "data parallel": {},
     "pp2": {"pp": 2},
@@ -85,7 +88,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overlap_param_gather": {
         "ddp": {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
     },
-    "gradient accumulation fusion": {"transformer": {"gradient_accumulation_fusion": True}},
+    "gradient accumulation fusion": {
+        "base": {"transformer": {"gradient_accumulation_fusion": False}},
+        "transformer": {"gradient_accumulation_fusion": True},
+    },
+    "compiled fusions": {
+        "base": {"transformer": {**SWIGLU, **dict.fromkeys(COMPILED, False)}},
+        "transformer": {**SWIGLU, **dict.fromkeys(COMPILED, True)},
+    },
     "full recompute": {
         "transformer": {
             "recompute_granularity": "full",
@@ -190,6 +200,10 @@ class Bench:
         )
 
 
+Check = Callable[[], Difference]
+"""What measures one thing, on all ranks together."""
+
+
 def gradients(engine: PipelineEngine, mini_batch: MiniBatch) -> Gradients:
     """Name -> (gradient, parameter), of one forward and backward; the loss as "loss"."""
     engine.optimizer_zero_grad()
@@ -230,17 +244,29 @@ def check_layout(bench: Bench, name: str, batching: BatchingOptions) -> Differen
     return max(differences, key=lambda d: d.excess)
 
 
-def check_option(bench: Bench, allowed: float, **changes: Any) -> Difference:
-    """Worst relative difference of losses and gradient norms of two steps, with and without."""
+def check_option(
+    bench: Bench, allowed: float, base: dict[str, Any] | None = None, **changes: Any
+) -> Difference:
+    """Worst relative difference of losses and gradient norms of two steps, with and without.
+
+    Args:
+        bench: what all checks share.
+        allowed: how large it may be.
+        base: fields of the model without the option, where it is on by default.
+        changes: fields of the model with it.
+    """
     world_size = world_size_from_environment()
     layout = Layout(pp=2, vpp=2, dp=world_size // 2) if world_size % 2 == 0 else Layout()
-    fusion = changes.get("transformer", {}).get("gradient_accumulation_fusion")
+    transformer = changes.get("transformer", {})
+    if bench.device == "cpu" and any(transformer.get(name) for name in COMPILED):
+        raise Skipped("it needs CUDA")
+    fusion = transformer.get("gradient_accumulation_fusion")
     # Megatron's own output layer asks for it (0.16.1, 0.19.2), whatever the other layers are.
-    if fusion and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
-        raise Skipped("needs Apex's kernel fused_weight_gradient_mlp_cuda")
+    if fusion and importlib.util.find_spec(APEX_KERNEL) is None:
+        raise Skipped(f"needs Apex's kernel {APEX_KERNEL}")
     optimizer = FP16 if changes.get("precision") == "fp16" else NO_CLIP
     readings = []
-    for model in (bench.model, replace(bench.model, **changes)):
+    for model in (replace(bench.model, **base or {}), replace(bench.model, **changes)):
         engine = bench.engine(layout, PACKED, model=model, optimizer=optimizer)
         for _ in range(2):
             report = engine.train_batch(bench.mini_batch)
@@ -288,9 +314,9 @@ def time_shapes(bench: Bench, repeats: int = 5) -> dict[str, float]:
     }
 
 
-def run_checks(bench: Bench, say: Callable[[str], None]) -> dict[str, str]:
-    """Name -> "ok", "failed: .." or "skipped: ..", for every check."""
-    checks: dict[str, Callable[[], Difference]] = {}
+def all_checks(bench: Bench) -> dict[str, Check]:
+    """Every check by name: layouts, options, precisions."""
+    checks: dict[str, Check] = {}
     for name in LAYOUTS:
         for batching in (PACKED, PADDED):
             checks[f"{name}, {batching.packing}"] = partial(check_layout, bench, name, batching)
@@ -300,6 +326,11 @@ def run_checks(bench: Bench, say: Callable[[str], None]) -> dict[str, str]:
         if other != bench.model.precision:
             checks[other] = partial(check_option, bench, PRECISION, precision=other)
     checks["shape buckets"] = partial(check_buckets, bench)
+    return checks
+
+
+def run_checks(checks: Mapping[str, Check], say: Callable[[str], None]) -> dict[str, str]:
+    """Name -> "ok", "failed: .." or "skipped: ..", for every check."""
     results = {}
     for name, measure in checks.items():
         try:
@@ -313,9 +344,14 @@ def run_checks(bench: Bench, say: Callable[[str], None]) -> dict[str, str]:
         except Skipped as reason:
             results[name] = f"skipped: {reason}"
         except Exception as error:
-            results[name] = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            results[name] = f"failed: {type(error).__name__}: {first_line(error)}"
         say(f"{name}: {results[name]}")
     return results
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, if it says anything."""
+    return (str(error).splitlines() or [""])[0][:200]
 
 
 def _shard(full: torch.Tensor, parameter: Any, placement: Placement) -> torch.Tensor:
@@ -352,7 +388,7 @@ def main() -> None:
         if placement.rank == 0:
             print(line, flush=True)
 
-    results = run_checks(bench, say)
+    results = run_checks(all_checks(bench), say)
     try:
         timing: dict[str, Any] = time_shapes(bench)
     except Skipped as reason:

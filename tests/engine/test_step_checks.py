@@ -264,18 +264,28 @@ def test_an_alignment_that_the_model_does_not_divide_by_is_refused() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 @pytest.mark.parametrize("cp", [1, 2, 3])
 @pytest.mark.parametrize("align", [1, 3, 8])
-@pytest.mark.parametrize("fp8", [None, "hybrid"])
-def test_rows_divide_by_what_cuts_them(tp: int, cp: int, align: int, fp8: str | None) -> None:
+@pytest.mark.parametrize(
+    ("fp8", "recipe", "multiple"),
+    [
+        (None, "delayed", 1),
+        ("hybrid", "delayed", 16),
+        ("e4m3", "mxfp8", 32),
+        ("e4m3", "blockwise", 128),
+    ],
+)
+def test_rows_divide_by_what_cuts_them(
+    tp: int, cp: int, align: int, fp8: str | None, recipe: str, multiple: int
+) -> None:
     layout = Layout(tp=tp, cp=cp)
     given = BatchingOptions(max_tokens_per_micro_batch=10**4, align=align)
-    model = {"sequence_parallel": tp > 1, "fp8": fp8}
+    model = {"sequence_parallel": tp > 1, "fp8": fp8, "fp8_recipe": recipe}
     options = aligned_batching(given, layout, model)
     assert aligned_batching(options, layout, model) == options
     plan = plan_mini_batch([7, 19, 4], layout, options)
     for micro_batch in plan.replicas[0].micro_batches:
         share, rest = divmod(micro_batch.tokens, cp)
         assert rest == 0
-        assert share % (tp * (16 if fp8 else 1)) == 0
+        assert share % (tp * multiple) == 0
         assert micro_batch.tokens % align == 0
     if plan.alignment > 1:
         assert f"multiple of {plan.alignment}" in plan.describe()

@@ -240,6 +240,8 @@ def refusal(layout: dict[str, Any], fault: str) -> str:
         softmax.scale_mask_softmax.window_size = (4, 0)
     elif fault == "graphs":
         config.cuda_graph_impl = "local"
+    elif fault == "overlap":
+        config.tp_comm_overlap = True
     try:
         PipelineEngine(
             model=PipelineModel.from_chunks(chunks, placement),

@@ -86,6 +86,7 @@ def test_what_a_step_needs_is_there_for_a_step_only(pools: Pools, layout, model)
         ("fused", "packed samples would see each other"),
         ("window", "puts the window in the place of the mask"),
         ("graphs", "cuda_graph_impl=local"),
+        ("overlap", "tp_comm_overlap=True"),
         ("none", "accepted"),
     ],
 )

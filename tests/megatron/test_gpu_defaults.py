@@ -14,9 +14,11 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
+from megatron_batching.megatron import fusions
 from megatron_batching.megatron import model as model_module
 from megatron_batching.megatron.config import ModelConfig
 from megatron_batching.megatron.optimizer import move
+from megatron_batching.megatron.options import config_class, from_names
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.plan import Layout
 
@@ -68,6 +70,84 @@ def test_rotary_positions_that_the_kernel_would_get_wrong_or_nobody_wants_fused(
     gpu: Placement, monkeypatch: pytest.MonkeyPatch, model: ModelConfig
 ) -> None:
     assert not config_of(model, gpu, monkeypatch).apply_rope_fusion
+
+
+SWIGLU = {"activation_func": "silu", "gated_linear_unit": True}
+
+
+@pytest.mark.parametrize(
+    ("transformer", "lacking", "on"),
+    [
+        ({}, (), {"bias_dropout_fusion", "gradient_accumulation_fusion"}),
+        (SWIGLU, (), {*fusions.FUSIONS} - {"apply_rope_fusion"}),
+        (SWIGLU, ("triton",), {"gradient_accumulation_fusion"}),
+        (SWIGLU, ("compiler",), {"gradient_accumulation_fusion"}),
+        (SWIGLU, (fusions.APEX_KERNEL,), {"bias_dropout_fusion", "bias_activation_fusion"}),
+        (
+            {**SWIGLU, "activation_func_clamp_value": 7.0},
+            (),
+            {"bias_dropout_fusion", "gradient_accumulation_fusion"},
+        ),
+        ({"num_moe_experts": 4}, (), {"gradient_accumulation_fusion"}),
+        (
+            {"num_moe_experts": 4, "add_bias_linear": False},
+            (),
+            {"bias_dropout_fusion", "gradient_accumulation_fusion"},
+        ),
+    ],
+)
+def test_fusions_are_on_where_their_kernel_is_there_and_means_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+    transformer: dict[str, Any],
+    lacking: tuple[str, ...],
+    on: set[str],
+) -> None:
+    monkeypatch.setattr(fusions, "_is_there", lambda name: name not in lacking)
+    monkeypatch.setattr("shutil.which", lambda name: None if "compiler" in lacking else name)
+    options = from_names(transformer)
+    found = fusions.default_fusions("none", options, use_te=False, on_gpu=True)
+    assert {name for name, is_on in found.items() if is_on} == on
+    of_fsdp = fusions.default_fusions(
+        "none", options, use_te=False, on_gpu=True, has_main_grad=False
+    )
+    assert of_fsdp == {**found, "gradient_accumulation_fusion": False}
+    on_cpu = fusions.default_fusions("none", options, use_te=False, on_gpu=False)
+    assert not any(on_cpu.values()) and on_cpu.keys() >= found.keys()
+
+
+def test_what_a_user_says_of_fusions_stands(
+    gpu: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusions, "_is_there", lambda name: True)
+    plain = config_of(ModelConfig(), gpu, monkeypatch)
+    assert plain.bias_dropout_fusion and plain.gradient_accumulation_fusion
+    chosen = {"bias_dropout_fusion": False, "gradient_accumulation_fusion": False}
+    config = config_of(ModelConfig(transformer=chosen), gpu, monkeypatch)
+    assert not config.bias_dropout_fusion and not config.gradient_accumulation_fusion
+
+
+def test_fusions_are_told_once(
+    gpu: Placement, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fusions, "_is_there", lambda name: name == "triton")
+    fusions._say.cache_clear()
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            config_of(ModelConfig(), gpu, monkeypatch)
+    told = [line for line in caplog.messages if "gradient_accumulation_fusion" in line]
+    assert told == [
+        "gradient_accumulation_fusion is off: Apex's kernel fused_weight_gradient_mlp_cuda is "
+        "not installed"
+    ]
+
+
+@pytest.mark.parametrize("name", ["tp_comm_overlap", "tp_comm_overlap_ag"])
+def test_overlap_without_its_buffers_is_refused(
+    gpu: Placement, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    value = not config_class({}).__dataclass_fields__[name].default
+    with pytest.raises(ValueError, match=f"{name}=.*its buffers have one shape"):
+        model_module.build_model(ModelConfig(transformer={name: value}), gpu)
 
 
 def test_fp32_has_local_layers(gpu: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
