@@ -13,7 +13,7 @@
 #   make bench                  batching methods compared on the real schedule: 8 minutes
 #   make bench-plan             plan quality against verl's own partitioner, and planning time
 #   make bench-execution        planned shapes against exchanged ones, and the engine's overhead
-#   make gpu-check              what only GPUs can show, on those that there are
+#   make gpu-check              what one GPU shows, stage by stage; GPU_CHECK="--stages layers"
 #
 # TORCH names the torch to install. On Linux the package index serves a CUDA build of several GB;
 # point PIP_EXTRA_INDEX_URL at PyTorch's index of CPU wheels for a small one.
@@ -29,6 +29,7 @@ INTERPRETER := $(shell $(PYTHON) -c 'import sys; print(sys.executable)' 2>/dev/n
 	ls "$$(pyenv root 2>/dev/null)"/versions/*/bin/$(notdir $(PYTHON)) 2>/dev/null | tail -n 1)
 VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
+CHECKED := $(or $(wildcard $(BIN)/python),$(INTERPRETER))
 
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -72,8 +73,12 @@ bench-execution: $(VENV)/installed
 	$(BIN)/torchrun --standalone --nproc-per-node 8 -m megatron_batching.studies.execution shapes
 	$(BIN)/torchrun --standalone --nproc-per-node 1 -m megatron_batching.studies.execution overhead
 
-gpu-check: $(VENV)/installed
-	$(BIN)/torchrun --standalone --nproc-per-node gpu -m megatron_batching.studies.gpu_check
+# Installs nothing: it says what the interpreter lacks, .venv's or where there is none $(PYTHON).
+gpu-check:
+	@"$(CHECKED)" -c 'import megatron_batching.schedules' 2>/dev/null || { echo "error: \
+	megatron_batching is not installed for $(CHECKED): make $(VENV)/installed, or pip install \
+	--no-deps -e . for an interpreter that has Transformer Engine" >&2; exit 2; }
+	"$(CHECKED)" -m megatron_batching.studies.gpu_program $(GPU_CHECK)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -1,12 +1,13 @@
 """The program that checks GPUs, tried without one.
 
 Purpose: it compares layouts as users run them and lets none pass that is further from fp32 than
-bf16 itself is; checks that lack a kernel are skipped with the reason.
+bf16 itself is; checks that lack a kernel are skipped with the reason; its stages run on the CPU.
 Command: pytest tests/bench/test_gpu_check_multiproc.py
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,23 @@ def test_the_fusion_check_says_which_kernel_it_lacks(pools: Pools) -> None:
     assert pools[1].run(gpu_check_cases.fusion_without_its_kernel) == [
         "Skipped: needs Apex's kernel fused_weight_gradient_mlp_cuda"
     ]
+
+
+@pytest.mark.parametrize("name", ["talk", "deferral", "resume"])
+def test_stages_of_the_program_pass_without_a_gpu(pools: Pools, tmp_path: Path, name: str) -> None:
+    for of_rank in pools[2].run(gpu_check_cases.stage, name, tmp_path):
+        assert of_rank and all(line.startswith("ok") for line in of_rank.values()), of_rank
+
+
+def test_ranks_that_cannot_share_a_gpu_talk_through_host_memory(pools: Pools) -> None:
+    first, second = pools[2].run(gpu_check_cases.staged)
+    assert (first["received"], second["received"]) == ([2.0, 4.0], [1.0, 3.0])
+    assert (first["scattered"], second["scattered"]) == ([0.0, 2.0], [4.0, 6.0])
+    assert (first["swapped"], second["swapped"]) == ([1.0, 2.0], [3.0, 4.0])
+    for of_rank in (first, second):
+        assert of_rank["gathered"] == [1.0, 3.0, 2.0, 4.0]
+        assert of_rank["sum"] == [3.0, 7.0]
+        assert of_rank["told"] == [2.0, 4.0]
 
 
 @pytest.mark.parametrize(
