@@ -60,8 +60,8 @@ from megatron_batching.studies.gpu_check import (
 
 LIMIT_S = 120.0
 """How long a message waits for a rank."""
-STUCK_LIMIT_S = 20.0
-"""The same where a rank is made to hang."""
+STUCK_LIMIT_S = {"cuda": 90.0, "cpu": 20.0}
+"""The same where a rank is made to hang; the first step of a GPU also builds kernels."""
 WAITS = "called a synchronizing CUDA operation"
 """What torch (2.13) warns of in its debug mode."""
 WAITS_A_STEP = 5
@@ -384,7 +384,7 @@ def fault(stage: Stage) -> Findings:
     placement = initialize(
         Layout(pp=size),
         device=stage.device,
-        timeout_s=STUCK_LIMIT_S if stage.fault == "stuck" else LIMIT_S,
+        timeout_s=STUCK_LIMIT_S[stage.device] if stage.fault == "stuck" else LIMIT_S,
     )
     engine = PipelineEngine(
         model=stage.bench.model, placement=placement, batching=PACKED, optimizer=NO_CLIP

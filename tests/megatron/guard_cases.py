@@ -15,10 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed import TCPStore
 
 from megatron_batching.megatron.nccl_faults import WORDS
+from megatron_batching.megatron.parallel import initialize
 from megatron_batching.megatron.run_guard import RunGuard
+from megatron_batching.megatron.world import process_groups
+from megatron_batching.plan import Layout
 from tests.programs.fault_runs import free_port, in_fork
 
 WATCHDOG_S = 2.5
@@ -31,6 +35,15 @@ class End(NamedTuple):
     code: int
     said: str
     seconds: float
+
+
+def limits_of_groups(timeout_s: float) -> list[float]:
+    """How long an operation of each group waits, of the world's and of Megatron's."""
+    initialize(Layout(pp=2), device="cpu", timeout_s=timeout_s)
+    cpu = torch.device("cpu")
+    # Nothing public tells it (torch 2.13).
+    backends = [group._get_backend(cpu) for group in process_groups()]
+    return [backend.options._timeout.total_seconds() for backend in backends]
 
 
 def run(act: Callable[..., None], folder: Path, **guard: Any) -> list[End]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
-from megatron_batching.megatron import fusions
+from megatron_batching.megatron import checkpoint, fusions
 from megatron_batching.megatron import model as model_module
 from megatron_batching.megatron.config import ModelConfig
 from megatron_batching.megatron.optimizer import move
@@ -162,6 +162,20 @@ def test_fp32_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(ModelConfig(), cpu, monkeypatch)
     assert config.params_dtype == torch.float32
     assert not config.bf16 and not config.apply_rope_fusion
+
+
+def test_the_generator_of_the_gpu_is_saved_and_restored(
+    gpu: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = torch.arange(16, dtype=torch.uint8)
+    restored: list[torch.Tensor] = []
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_rng_state", lambda: state)
+    monkeypatch.setattr("torch.cuda.set_rng_state", restored.append)
+    model: Any = SimpleNamespace(placement=gpu)
+    saved = checkpoint._rng(model).data
+    checkpoint._restore_rng(saved)
+    assert len(restored) == 1 and torch.equal(restored[0], state)
 
 
 def test_fp32_copies_of_the_weights_leave_the_gpu_with_the_optimizer(gpu: Placement) -> None:

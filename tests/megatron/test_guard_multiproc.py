@@ -19,6 +19,7 @@ from megatron_batching.megatron.nccl_faults import WORDS, nccl_fault
 from megatron_batching.megatron.run_guard import LOST_AFTER_ON_GPU_S, LOST_AFTER_S
 from megatron_batching.megatron.world import guard_settings
 from tests.megatron import guard_cases
+from tests.support.process_pool import Pools
 
 
 @pytest.mark.parametrize("lost_after_s", [1.0, 60.0])
@@ -57,6 +58,11 @@ def test_a_lost_connection_is_not_the_first_cause(tmp_path: Path) -> None:
     first, _ = guard_cases.run(guard_cases.watchdog_lost, tmp_path)
     assert first.code == 1, first
     assert "error: rank 0 stopped the run: rank 1 is lost: its process has ended" in first.said
+
+
+def test_the_limit_reaches_every_group_of_megatrons(pools: Pools) -> None:
+    for limits in pools[2].run(guard_cases.limits_of_groups, 37.0):
+        assert len(limits) > 5 and set(limits) == {37.0}
 
 
 class Group:
