@@ -27,12 +27,15 @@ LENGTHS = (40, 24, 64, 30, 50, 64, 20, 44, 36, 60)
 def test_a_pending_token_holds_inputs_and_gradients_of_linear_layers(
     pools: Pools, recomputed: str
 ) -> None:
-    expected = float(MODEL.num_layers * LAYER_BYTES)
-    if recomputed != "nothing":  # three random states for each layer are kept for it
-        expected += 3 * MODEL.num_layers * torch.get_rng_state().nbytes / NUM_TOKENS
+    expected = [float(MODEL.num_layers * LAYER_BYTES)]
+    if recomputed != "nothing":
+        # Each layer keeps three random states for it: Megatron-Core 0.16.1 on Python 3.11 until
+        # the step ends, 0.19.2 on Python 3.12 until the layer's backward.
+        states = 3 * MODEL.num_layers * torch.get_rng_state().nbytes / NUM_TOKENS
+        expected.append(expected[0] + states)
     for found in pools[2].run(deferral_memory.measure_token, MODEL, recomputed, NUM_TOKENS):
-        assert found.pending == pytest.approx(expected, rel=0.02)
-        assert (found.in_flight < expected / 4) == (recomputed == "layers")
+        assert any(found.pending == pytest.approx(each, rel=0.02) for each in expected)
+        assert (found.in_flight < expected[0] / 4) == (recomputed == "layers")
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
