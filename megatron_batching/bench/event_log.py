@@ -21,6 +21,7 @@ EVENT_TAGS = {
     "lr": "training/learning_rate",
     "tokens_per_s": "step/tokens_per_s",
     "step_time_s": "step/measured_s",
+    "schedule_time_s": "step/schedule_s",
     "bubble_fraction": "step/bubble_fraction",
     "micro_batches": "plan/micro_batches",
     "dummies": "plan/dummies",

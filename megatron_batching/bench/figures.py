@@ -152,9 +152,10 @@ class MiniBatchFigures:
         loss: the aggregated loss of the mini-batch.
         grad_norm: before the optimizer's step.
         step_time_s: of the slowest rank.
-        tokens_per_s: tokens by that time.
+        schedule_time_s: of it, up to the end of the last op: what the plan foretells.
+        tokens_per_s: tokens by the step's time.
         bubble_fraction: share of rank time spent on no op.
-        predicted_step_time: as the plan foretold it, in `predicted_unit`.
+        predicted_step_time: the schedule's time as the plan foretold it, in `predicted_unit`.
         predicted_unit: the cost model's unit.
         lr: the learning rate of the step.
     """
@@ -167,6 +168,7 @@ class MiniBatchFigures:
     loss: float
     grad_norm: float
     step_time_s: float
+    schedule_time_s: float
     tokens_per_s: float
     bubble_fraction: float
     predicted_step_time: float

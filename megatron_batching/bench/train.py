@@ -36,7 +36,7 @@ from megatron_batching.megatron.config import (
     check_world_size,
     world_size_from_environment,
 )
-from megatron_batching.plan import CostModel, load_cost_model
+from megatron_batching.plan import load_cost_model
 from megatron_batching.plan.cost_quality import cost_warning
 from megatron_batching.plan.items import gather_items
 from megatron_batching.plan.limits import check_size
@@ -46,6 +46,7 @@ from megatron_batching.schedules.files import check_folder
 
 if TYPE_CHECKING:
     from megatron_batching.data import MiniBatch
+    from megatron_batching.engine.learning import GivenCosts
     from megatron_batching.engine.pipeline import PipelineEngine, StepReport
 
 _LOG_WIDTH = 110  # columns of a table in a log file
@@ -114,11 +115,14 @@ def run_training(
     return rows
 
 
-def _checked_input(config: TrainConfig) -> tuple[list[list[int]], CostModel | None]:
+def _checked_input(config: TrainConfig) -> tuple[list[list[int]], GivenCosts]:
     """Lengths of every mini-batch, and the cost file; what is wrong with a size is said here."""
     check_world_size(config.layout, world_size_from_environment())
     check_training(config)
-    cost_model = None if config.cost is None else load_cost_model(config.cost, config.layout)
+    cost_model: GivenCosts = None
+    if config.cost is not None:
+        is_learned = config.cost == "auto"
+        cost_model = "auto" if is_learned else load_cost_model(config.cost, config.layout)
     all_lengths = mini_batch_lengths(config.data)
     batching = aligned_batching(config.batching, config.layout, config.model.transformer)
     for lengths in all_lengths:
@@ -130,7 +134,7 @@ def _checked_input(config: TrainConfig) -> tuple[list[list[int]], CostModel | No
 def _start(
     config: TrainConfig,
     all_lengths: Sequence[Sequence[int]],
-    cost_model: CostModel | None,
+    cost_model: GivenCosts,
     event_folder: Path | None,
 ) -> PipelineEngine:
     """The process groups, and the engine in them once memory and places to write are there."""
@@ -237,6 +241,7 @@ def _told(
         bubble_fraction=report.bubble_fraction,
         predicted_step_time=report.plan.predicted.step_time,
         predicted_unit=report.plan.predicted.unit,
+        schedule_time_s=report.schedule_time_s or 0.0,
         lr=learning_rate,
     )
 

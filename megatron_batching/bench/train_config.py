@@ -136,7 +136,8 @@ class TrainConfig:
     )
     """How mini-batches are cut."""
     cost: str | None = None
-    """Cost model to plan by: tokens (the default), verl, or a file such as `calibrate` writes."""
+    """Cost model to plan by: tokens (the default), verl, a file such as `calibrate` writes, or
+    auto: learned from the steps of the run."""
     data: DataConfig = field(default_factory=DataConfig)
     """Lengths and mini-batches."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -206,7 +207,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     values: dict[str, Any] = {}
     cost = sections.pop("cost", None)
     if cost is not None and not isinstance(cost, str):
-        raise ValueError(f"cost={cost!r} must be tokens, verl, or the path of a cost file")
+        raise ValueError(f"cost={cost!r} must be tokens, verl, auto, or the path of a cost file")
     for name, section in sections.items():
         cls = _TYPED.get(name) or _SELF_CHECKED[name]
         if not isinstance(section, dict):
@@ -232,7 +233,7 @@ def _with_best_layers(
     **others: Any,
 ) -> ModelConfig:
     """The model with its layers where the first mini-batches take least time."""
-    if cost is not None:
+    if cost not in (None, "auto"):
         raise ValueError(
             f"model.transformer.{LAYOUT_OPTION}={AUTO_LAYOUT} with cost={cost}: a cost file is of "
             "stages that are split already, and named cost models know no layers; leave out one of "

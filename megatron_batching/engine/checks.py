@@ -16,7 +16,7 @@ from megatron_batching.megatron.config import ModelConfig
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.options import check_balancing
 from megatron_batching.megatron.parallel import Placement
-from megatron_batching.plan import BatchingOptions
+from megatron_batching.plan import BatchingOptions, CostModel
 from megatron_batching.schedules.files import check_choice, shortened
 
 ExpertShares = Literal["micro_batch", "mini_batch"]
@@ -26,6 +26,7 @@ _TYPES = {
     "placement": (Placement,),
     "batching": (BatchingOptions,),
     "infer_batching": (BatchingOptions,),
+    "cost_model": (CostModel,),
 }
 
 

@@ -107,6 +107,7 @@ class FSDPEngine(Engine):
                 "bf16, or the megatron backend"
             )
         if cost_model is not None:
+            require_types(cost_model=cost_model)
             cost_model.check_layout(layout)
         self.placement = placement
         self.batching = batching

@@ -29,8 +29,9 @@ from megatron_batching.engine.checks import (
     require_types,
 )
 from megatron_batching.engine.contract import AnyMiniBatch, Engine
-from megatron_batching.engine.costs import default_cost_model
+from megatron_batching.engine.costs import default_cost_model, starting_costs
 from megatron_batching.engine.deferring import deferred_batching
+from megatron_batching.engine.learning import CostLearner, GivenCosts, check_cost_model
 from megatron_batching.engine.registry import ModelType
 from megatron_batching.engine.report import StepReport, TokenOutputs
 from megatron_batching.engine.step import Collect, FinishedStep, StepSettings, prepare_step
@@ -73,8 +74,9 @@ class PipelineEngine(Engine):
             `aligned_batching`.
         infer_batching: how they are cut for passes without backward, which hold less memory;
             as for training if not given.
-        cost_model: times to plan by, such as `calibrate` measures; None counts tokens, or FLOP
-            where layers are split unevenly over the stages.
+        cost_model: times to plan by, such as `calibrate` measures; "auto" starts from FLOP and
+            learns them from the steps, so that plans follow what was measured; None counts tokens,
+            or FLOP where layers are split unevenly over the stages.
         optimizer: Adam's settings, or Megatron's optimizer of the chunks that are passed in.
         lr_schedule: what drives a ready optimizer's rates: `step(increment=1)` is called after each
             mini-batch, with `state_dict` and `load_state_dict` for checkpoints. Without it a ready
@@ -103,7 +105,7 @@ class PipelineEngine(Engine):
         placement: Placement,
         batching: BatchingOptions,
         infer_batching: BatchingOptions | None = None,
-        cost_model: CostModel | None = None,
+        cost_model: GivenCosts = None,
         optimizer: OptimizerSettings | MegatronOptimizer | None = None,
         lr_schedule: Any = None,
         seed: int = 0,
@@ -128,8 +130,7 @@ class PipelineEngine(Engine):
         self.check_shapes = check_shapes
         self._deferring = as_deferring(defer_weight_gradients)
         self._shape_buckets = shape_buckets
-        if cost_model is not None:
-            cost_model.check_layout(placement.layout)
+        check_cost_model(cost_model, placement.layout)
         self._given_cost_model = cost_model
         self.infer_batching = infer_batching or batching
         self.objective: Objective = choose_objective(model_type, objective)
@@ -158,9 +159,7 @@ class PipelineEngine(Engine):
         settings = training_settings(model, self.optimizer)
         model = dataclasses.replace(model, step_settings={**model.step_settings, **settings})
         self.model: PipelineModel = model
-        self.cost_model = self._given_cost_model or default_cost_model(
-            model, is_value_model=self.model_type == "value_model"
-        )
+        self._take_cost_model()
         self.batching = deferred_batching(self._aligned(self.batching), model, self._deferring)
         self.infer_batching = self._aligned(self.infer_batching)
         self.bucket_widths = bucket_widths_of(
@@ -185,6 +184,23 @@ class PipelineEngine(Engine):
             self.placement.device,
         )
         self._accumulation = Accumulation(model, self.optimizer)
+
+    def _take_cost_model(self) -> None:
+        """What to plan by at the start, and what learns from the steps if anything does."""
+        given, is_value_model = self._given_cost_model, self.model_type == "value_model"
+        self._learner: CostLearner | None = None
+        if isinstance(given, CostModel):
+            self._known_costs: CostModel | None = given
+        elif given is None:
+            self._known_costs = default_cost_model(self.model, is_value_model=is_value_model)
+        else:
+            start = starting_costs(self.model, is_value_model=is_value_model)
+            self._learner = CostLearner(start, self.placement)
+
+    @property
+    def cost_model(self) -> CostModel | None:
+        """What the next mini-batch is planned by; None counts tokens."""
+        return self._known_costs if self._learner is None else self._learner.model
 
     def modules(self) -> list[torch.nn.Module]:
         return list(self.model.chunks)
@@ -213,10 +229,9 @@ class PipelineEngine(Engine):
         grad_norm = self.optimizer_step()
         if not self.step_was_skipped:
             self.lr_scheduler_step()
-        with self._noting_failure():
-            return finished.report(
-                grad_norm=grad_norm, step_was_skipped=self.step_was_skipped, since=start
-            )
+        return self._report(
+            finished, grad_norm=grad_norm, step_was_skipped=self.step_was_skipped, since=start
+        )
 
     def forward_backward_batch(
         self,
@@ -241,9 +256,7 @@ class PipelineEngine(Engine):
             forward_only=False,
             planned_shapes=planned_shapes,
         )
-        grad_norm = gradient_norm(self.optimizer)
-        with self._noting_failure():
-            return finished.report(grad_norm=grad_norm)
+        return self._report(finished, grad_norm=gradient_norm(self.optimizer))
 
     def infer_batch(
         self, mini_batch: AnyMiniBatch, *, plan: MicroBatchPlan | None = None
@@ -326,16 +339,19 @@ class PipelineEngine(Engine):
         move(self.model, self.optimizer, target, weights=model, states=optimizer)
 
     def save_checkpoint(self, path: str | Path) -> None:
-        save_checkpoint(path, self.model, self.optimizer, self.lr_schedule)
+        costs = None if self._learner is None else self._learner.state()
+        save_checkpoint(path, self.model, self.optimizer, self.lr_schedule, costs)
 
     def load_checkpoint(self, path: str | Path) -> None:
         self._require_no_failed_step()
         try:
-            load_checkpoint(path, self.model, self.optimizer, self.lr_schedule)
+            costs = load_checkpoint(path, self.model, self.optimizer, self.lr_schedule)
         except RuntimeError as error:
             self._failed_load = error
             raise
         self._failed_load = None
+        if self._learner is not None:
+            self._learner.restore(costs)
         self.optimizer_zero_grad()
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
@@ -443,6 +459,14 @@ class PipelineEngine(Engine):
         adding = contextlib.nullcontext() if forward_only else self._accumulation.adding()
         with self._noting_failure(), self.model.in_place(), adding:
             return prepared.run()
+
+    def _report(self, finished: FinishedStep, **values: Any) -> StepReport:
+        """The numbers of a training step, from which costs are learned if they are to be."""
+        with self._noting_failure():
+            report = finished.report(**values)
+            if self._learner is not None:
+                self._learner.observe(report.plan, report.events)
+            return report
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:

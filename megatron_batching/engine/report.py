@@ -23,6 +23,9 @@ class StepReport:
             the slowest rank's.
         bubble_fraction: share of the pipeline's time that ranks spent in no op.
         events: this rank's ops with start and end.
+        schedule_time_s: seconds from the first forward to the end of the last op, the slowest
+            rank's: what `plan.predicted.step_time` foretells, where its unit is seconds. None
+            without a pipeline schedule.
         metrics: the loss and the objective's metrics over the global mini-batch; those of several
             mini-batches may be added.
         step_was_skipped: the fp16 loss scaler found a gradient that is not finite: nothing was
@@ -35,6 +38,7 @@ class StepReport:
     step_time_s: float
     bubble_fraction: float
     events: tuple[Event, ...]
+    schedule_time_s: float | None = None
     metrics: Metrics = field(default_factory=lambda: Metrics({}))
     step_was_skipped: bool = False
 

@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 from megatron_batching.data import MicroBatchFeed
 from megatron_batching.engine.step_checks import check_plan_layout, require_plan
 from megatron_batching.megatron.model import PipelineModel
+from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.recorder import StepRecorder
 from megatron_batching.megatron.schedule import ForwardStep, run_schedule
 from megatron_batching.plan import MicroBatchPlan
+from megatron_batching.schedules import Event
 
 T = TypeVar("T")
 
@@ -75,4 +77,32 @@ def run_replica(
         check_shapes=check_shapes,
         timers=recorder,
         deferral=None if forward_only else plan.replicas[dp_rank].deferral,
+    )
+
+
+def recorded_events(
+    recorder: StepRecorder,
+    plan: MicroBatchPlan,
+    placement: Placement,
+    origin: Any,
+    *,
+    forward_only: bool = False,
+) -> list[Event]:
+    """This rank's ops of a plan that ran, in order.
+
+    Args:
+        recorder: noted them.
+        plan: what ran.
+        placement: where this process stands.
+        origin: reading of the recorder that becomes second 0.
+        forward_only: the pass had no backward.
+    """
+    replica = plan.replicas[placement.dp_rank]
+    return recorder.events(
+        plan.schedule(placement.dp_rank, forward_only=forward_only),
+        pp_rank=placement.pp_rank,
+        dp_rank=placement.dp_rank,
+        origin=origin,
+        micro_batches=replica.micro_batches,
+        deferral=None if forward_only else replica.deferral,
     )

@@ -21,7 +21,7 @@ from megatron_batching.data.buckets import bucketed_shapes
 from megatron_batching.engine.checks import ExpertShares
 from megatron_batching.engine.contract import AnyMiniBatch
 from megatron_batching.engine.report import StepReport
-from megatron_batching.engine.run import run_replica
+from megatron_batching.engine.run import recorded_events, run_replica
 from megatron_batching.engine.step_checks import agree_on_step, sample_limits
 from megatron_batching.engine.step_loss import StepLoss
 from megatron_batching.loss import (
@@ -203,6 +203,7 @@ class FinishedStep:
             loss=metrics.values().get("loss", 0.0),
             grad_norm=grad_norm,
             step_time_s=max(elapsed),
+            schedule_time_s=max(spans),
             bubble_fraction=1.0 - sum(busy) / placement.layout.world_size / max(spans),
             events=tuple(events),
             metrics=metrics,
@@ -211,15 +212,13 @@ class FinishedStep:
 
     def events(self) -> list[Event]:
         """This rank's ops; closes the step in the log of messages, if there is one."""
-        step, placement = self.prepared, self.prepared.settings.model.placement
-        replica = step.plan.replicas[placement.dp_rank]
-        return self.recorder.events(
-            step.plan.schedule(placement.dp_rank, forward_only=step.forward_only),
-            pp_rank=placement.pp_rank,
-            dp_rank=placement.dp_rank,
-            origin=self.origin,
-            micro_batches=replica.micro_batches,
-            deferral=None if step.forward_only else replica.deferral,
+        step = self.prepared
+        return recorded_events(
+            self.recorder,
+            step.plan,
+            step.settings.model.placement,
+            self.origin,
+            forward_only=step.forward_only,
         )
 
 

@@ -16,9 +16,10 @@ distillation, biases of experts, and batches that are not jagged.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -32,8 +33,10 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngin
 
 from megatron_batching.data import Holdings, move_samples, restore_order, send_home
 from megatron_batching.data.all_to_all import gather
+from megatron_batching.engine.costs import starting_costs
 from megatron_batching.engine.deferring import deferred_batching
-from megatron_batching.engine.run import run_replica
+from megatron_batching.engine.learning import CostLearner
+from megatron_batching.engine.run import recorded_events, run_replica
 from megatron_batching.integrations.verl_batch import (
     RowFormat,
     dummy_row,
@@ -48,8 +51,10 @@ from megatron_batching.integrations.verl_metrics import join_metrics
 from megatron_batching.integrations.verl_settings import VerlSettings, load_settings
 from megatron_batching.megatron.model import PipelineModel, has_transformer_engine
 from megatron_batching.megatron.parallel import Placement, replica_groups
+from megatron_batching.megatron.recorder import StepRecorder
 from megatron_batching.plan import (
     BatchingOptions,
+    CostModel,
     MicroBatchPlan,
     load_cost_model,
     plan_mini_batch,
@@ -82,6 +87,7 @@ class PlannedBatches:
     tf_config: Any
     enable_routing_replay: bool
 
+    _is_value_model = False
     last_plan: MicroBatchPlan | None = None
     """The plan of the last mini-batch, for logs and tests."""
 
@@ -92,7 +98,7 @@ class PlannedBatches:
 
     def initialize(self) -> None:
         """As verl, with the settings checked first: a wrong one fails before a model is built."""
-        for name in ("settings", "_placement"):
+        for name in ("settings", "_placement", "_learner"):
             self.__dict__.pop(name, None)
         _LOG.info("micro-batches are planned: %s", self.settings)
         super().initialize()  # type: ignore[misc]
@@ -124,23 +130,25 @@ class PlannedBatches:
         plan = self._plan(data, whole, forward_only=forward_only)
         self.last_plan = plan
         self._assign_counts(data, whole)
-        reported = run_replica(
-            self._pipeline_model,
-            plan,
-            build=self._builder(data, whole, plan),
-            forward_step=partial(
-                self.forward_step,  # type: ignore[attr-defined]
-                logits_processor_func=loss_function,
-                postprocess_micro_batch_func=partial(
-                    self.postprocess_micro_batch_func,
-                    forward_only=forward_only,
-                    loss_function=loss_function,
+        with self._learning(plan, forward_only=forward_only) as recorder:
+            reported = run_replica(
+                self._pipeline_model,
+                plan,
+                build=self._builder(data, whole, plan),
+                forward_step=partial(
+                    self.forward_step,  # type: ignore[attr-defined]
+                    logits_processor_func=loss_function,
+                    postprocess_micro_batch_func=partial(
+                        self.postprocess_micro_batch_func,
+                        forward_only=forward_only,
+                        loss_function=loss_function,
+                    ),
                 ),
-            ),
-            forward_only=forward_only,
-            planned_shapes=self._shapes_are_known and self.settings.planned_shapes,
-            check_shapes=self.settings.check_shapes,
-        )
+                forward_only=forward_only,
+                planned_shapes=self._shapes_are_known and self.settings.planned_shapes,
+                check_shapes=self.settings.check_shapes,
+                recorder=recorder,
+            )
         return self._bring_home(reported, whole, plan) if self._placement.is_last_stage else {}
 
     def postprocess_micro_batch_func(
@@ -260,9 +268,39 @@ class PlannedBatches:
             [max(whole.lengths)] * len(whole.lengths) if self._pads_to_longest else whole.lengths,
             layout,
             options,
-            cost_model=load_cost_model(settings.cost, layout) if settings.cost else None,
+            cost_model=self._cost_model,
             owners=whole.holdings.owners,
         )
+
+    @property
+    def _cost_model(self) -> CostModel | None:
+        """What the next mini-batch is planned by."""
+        if self._learner is not None:
+            return self._learner.model
+        cost, layout = self.settings.cost, self._placement.layout
+        return None if cost is None else load_cost_model(cost, layout)
+
+    @cached_property
+    def _learner(self) -> CostLearner | None:
+        """What learns costs from training steps, if that is asked for."""
+        if self.settings.cost != "auto":
+            return None
+        start = starting_costs(self._pipeline_model, is_value_model=self._is_value_model)
+        return CostLearner(start, self._placement)
+
+    @contextlib.contextmanager
+    def _learning(
+        self, plan: MicroBatchPlan, *, forward_only: bool
+    ) -> Iterator[StepRecorder | None]:
+        """What notes the ops of a training step, from which costs are learned; None without."""
+        learner = self._learner
+        if learner is None or forward_only:
+            yield None
+            return
+        recorder = StepRecorder(on_gpu=self._placement.device.type == "cuda")
+        origin = recorder.now()
+        yield recorder
+        learner.observe(plan, recorded_events(recorder, plan, self._placement, origin))
 
     def _warn_of_cut(self, loss_function: Any) -> None:
         """Say once of each reason that the loss in use depends on the cut."""
@@ -342,6 +380,8 @@ class PlannedMegatronEngineWithLMHead(PlannedBatches, MegatronEngineWithLMHead):
 
 class PlannedMegatronEngineWithValueHead(PlannedBatches, MegatronEngineWithValueHead):
     """verl's critic on Megatron, planned."""
+
+    _is_value_model = True
 
 
 def register() -> None:

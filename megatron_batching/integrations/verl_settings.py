@@ -48,7 +48,8 @@ class VerlSettings:
     search_budget: int | None = None
     """Bound of the search, see `BatchingOptions`."""
     cost: str | None = None
-    """Cost model: `tokens` (default), `verl`, or a file of coefficients."""
+    """Cost model: `tokens` (default), `verl`, a file of coefficients, or `auto`: learned from the
+    training steps of the run."""
     planned_shapes: bool = True
     """Take pipeline shapes from the plan instead of exchanging them."""
     defer_weight_gradients: Deferring = "auto"

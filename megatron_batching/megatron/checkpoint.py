@@ -78,7 +78,7 @@ _HARMLESS_NAMES = {
 
 
 def save_checkpoint(
-    path: str | Path, model: PipelineModel, optimizer: Any, lr_schedule: Any
+    path: str | Path, model: PipelineModel, optimizer: Any, lr_schedule: Any, costs: Any = None
 ) -> None:
     """Write everything that training goes on from into a directory; all ranks call it.
 
@@ -87,6 +87,7 @@ def save_checkpoint(
         model: this rank's chunks.
         optimizer: Megatron's.
         lr_schedule: Megatron's.
+        costs: plain values, the same on every rank: what was learned of this layout's costs.
 
     Raises:
         ValueError: the directory holds something.
@@ -107,6 +108,7 @@ def save_checkpoint(
     state["lr_schedule"] = lr_schedule.state_dict()
     state["layout"] = _layout(model)
     state["rng"] = _rng(model)
+    state["costs"] = None if costs is None else json.dumps(costs)
     try:
         dist_checkpointing.save(state, str(partial), sharded_strategy=_WrittenHere("torch_dist", 1))
     except (Exception, CheckpointException) as error:  # which is no Exception
@@ -127,11 +129,14 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: str | Path, model: PipelineModel, optimizer: Any, lr_schedule: Any
-) -> None:
+) -> Any:
     """Read what `save_checkpoint` wrote, in this or another layout; all ranks call it.
 
     Weights, optimizer, schedule and loss scale are afterwards those that were saved, whatever was
     there before; so are random states, where the layout is the same. Gradients are left alone.
+
+    Returns:
+        The `costs` that were saved; None where there are none, or for another layout.
 
     Raises:
         ValueError: no checkpoint is there, a file of it is missing or was cut short, its metadata
@@ -143,7 +148,7 @@ def load_checkpoint(
     check_checkpoint(path, model)
     try:
         with _tensors_only():
-            _load(path, model, optimizer, lr_schedule)
+            return _load(path, model, optimizer, lr_schedule)
     except (Exception, CheckpointException) as error:  # which is no Exception
         raise RuntimeError(
             f"checkpoint {path} could not be loaded to its end: {one_line(error)}; weights may be "
@@ -151,7 +156,7 @@ def load_checkpoint(
         ) from error
 
 
-def _load(path: Path, model: PipelineModel, optimizer: Any, lr_schedule: Any) -> None:
+def _load(path: Path, model: PipelineModel, optimizer: Any, lr_schedule: Any) -> Any:
     saved = dist_checkpointing.load_common_state_dict(str(path))
     clear_states(optimizer)
     fill_states(optimizer)
@@ -168,6 +173,8 @@ def _load(path: Path, model: PipelineModel, optimizer: Any, lr_schedule: Any) ->
     lr_schedule.load_state_dict(saved["lr_schedule"])
     if same_layout:
         _restore_rng(loaded["rng"])
+    costs = saved.get("costs") if same_layout else None
+    return None if costs is None else json.loads(costs)
 
 
 def check_checkpoint(path: Path, model: PipelineModel) -> None:

@@ -24,7 +24,6 @@ from megatron_batching.bench.fit import (
     Calibration,
     Link,
     fit_cost_model,
-    fit_stage,
     read_link,
     write_cost_file,
 )
@@ -48,6 +47,7 @@ from megatron_batching.plan import (
     plan_mini_batch,
     verl_cost_model,
 )
+from megatron_batching.plan.fit import fit_stage
 from megatron_batching.schedules import Event, Op, Timeline
 from tests.bench.waits import waits_between
 

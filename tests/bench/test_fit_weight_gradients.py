@@ -18,7 +18,6 @@ from megatron_batching.bench.fit import (
     Calibration,
     Link,
     fit_cost_model,
-    fit_stage,
     write_cost_file,
 )
 from megatron_batching.bench.recording import RankMessages, Recording
@@ -29,6 +28,7 @@ from megatron_batching.plan import (
     load_cost_model,
     plan_mini_batch,
 )
+from megatron_batching.plan.fit import fit_stage
 from megatron_batching.schedules import Deferral, Event, PipelineSchedule, Timeline
 from tests.bench.waits import waits_between
 

@@ -1,0 +1,167 @@
+"""Cost models that learn: from steps as they ran to the costs that the next ones are planned by.
+
+An estimate from FLOP knows neither how well kernels run nor what a micro-batch costs beyond its
+tokens. A run finds both out by itself, since its engine notes when each op began and ended. Ops of
+the last steps are fitted as `calibrate` fits them. What lies between ops on a rank (the host,
+messages) is no op's time, but takes the step's: each op is charged the same share of it, the one
+that makes the steps as long as they were on average.
+
+A fit replaces the costs in use only if it foretells these steps at least as well and not badly;
+costs that were learned before move half of the way to it, so that one disturbed stretch cannot
+throw them. Nothing here talks to other ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_batching.plan.cost import CostModel
+from megatron_batching.plan.fit import OpTimes, fit_times
+from megatron_batching.plan.micro_batch_plan import MicroBatchPlan
+from megatron_batching.schedules import Op
+
+SECONDS = "s"
+_DAMPING = 0.5  # of the way from learned costs to those of a new fit
+MOST_ERROR = 0.25  # mean relative error of foretold steps; above it a fit is refused
+_HOST_ROUNDS = 6  # of the secant method
+_HOST_TOLERANCE = 1e-3  # relative, of the steps' time
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeasuredStep:
+    """One training step as it ran.
+
+    Attributes:
+        plan: what ran.
+        op_seconds: (dp rank, pp rank) -> each op and its seconds, in op order; of one tensor- and
+            context-parallel rank each, the others run in step with it.
+        span_s: from the first op to the end of the last one, of the slowest rank.
+    """
+
+    plan: MicroBatchPlan
+    op_seconds: Mapping[tuple[int, int], Sequence[tuple[Op, float]]]
+    span_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refit:
+    """What came of fitting costs anew.
+
+    Attributes:
+        model: the costs to plan by from now on, in seconds; None where they stay as they are.
+        error: mean relative error with which the new costs foretell the steps; None without a fit.
+        reason: why the costs stay.
+    """
+
+    model: CostModel | None
+    error: float | None
+    reason: str | None = None
+
+
+def refit(current: CostModel, steps: Sequence[MeasuredStep]) -> Refit:
+    """Costs that are nearer to the measured steps, or why there are none.
+
+    Args:
+        current: the costs in use, learned (in seconds) or not.
+        steps: the last ones, of one layout.
+    """
+    try:
+        fitted, _ = fit_times(measured_op_times(steps))
+    except (ValueError, np.linalg.LinAlgError) as problem:
+        return Refit(model=None, error=None, reason=str(problem))
+    fitted = _with_host_time(_with_weight_gradients(fitted, current, steps), steps)
+    is_learned = current.unit == SECONDS
+    if is_learned:
+        fitted = _between(current, fitted)
+    error = foretold_error(fitted, steps)
+    if error > MOST_ERROR:
+        reason = f"steps foretold by the fit are off by {error:.0%} on average"
+        return Refit(model=None, error=error, reason=reason)
+    if is_learned and error > (before := foretold_error(current, steps)):
+        reason = f"the fit foretells steps no better, {error:.1%} against {before:.1%}"
+        return Refit(model=None, error=error, reason=reason)
+    return Refit(model=fitted, error=error)
+
+
+def foretold_error(model: CostModel, steps: Sequence[MeasuredStep]) -> float:
+    """Mean relative error of the steps' times as `model`, in seconds, foretells them."""
+    return float(np.mean([abs(s.plan.step_time(model) / s.span_s - 1.0) for s in steps]))
+
+
+def measured_op_times(steps: Sequence[MeasuredStep]) -> OpTimes:
+    """What a fit takes: B is the whole backward, W the part of it that was put off.
+
+    W is left out where one stage ran none in a step, or where none had a time of its own.
+    """
+    found: OpTimes = defaultdict(list)
+    for step in steps:
+        layout = step.plan.layout
+        features = [step.plan.features(r.dp_rank).tolist() for r in step.plan.replicas]
+        for (dp_rank, pp_rank), ops in step.op_seconds.items():
+            whole: dict[Op, float] = defaultdict(float)
+            for op, seconds in ops:
+                whole[op] += seconds
+                if op.kind == "W":
+                    whole[op._replace(kind="B")] += seconds
+            for op, seconds in whole.items():
+                key = op.kind, op.chunk * layout.pp + pp_rank
+                found[key].append((tuple(features[dp_rank][op.micro_batch]), seconds))
+    return dict(found)
+
+
+def _with_weight_gradients(
+    fitted: CostModel, current: CostModel, steps: Sequence[MeasuredStep]
+) -> CostModel:
+    """What a fit cannot tell of weight gradients, taken from the costs in use in proportion.
+
+    Steps that put none off say nothing of their time, and none may be put off again without it.
+    """
+    weight = fitted.weight_gradient
+    if weight is None and current.weight_gradient is not None:
+        whole = np.where(current.backward > 0, current.backward, 1.0)
+        weight = fitted.backward * (current.weight_gradient / whole)
+    features = np.concatenate([s.plan.features(r.dp_rank) for s in steps for r in s.plan.replicas])
+    ratio = float(fitted.load(features).sum() / current.load(features).sum())
+    return replace(fitted, weight_gradient=weight, piece_time=current.piece_time * ratio)
+
+
+def _with_host_time(model: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:
+    """Each op longer by the same time, so that all steps together are as long as they were."""
+    wanted = sum(step.span_s for step in steps)
+
+    def foretold(op_time: float) -> float:
+        longer = model.scaled(1.0, unit=model.unit, op_time=op_time)
+        return sum(step.plan.step_time(longer) for step in steps)
+
+    low, at_low = 0.0, foretold(0.0)
+    if at_low >= wanted:
+        return model
+    ops = [2 * s.plan.layout.vpp * s.plan.replicas[0].num_micro_batches for s in steps]
+    high = (wanted - at_low) / sum(ops)  # enough on a rank that never waits
+    for _ in range(_HOST_ROUNDS):
+        at_high = foretold(high)
+        if abs(at_high - wanted) <= _HOST_TOLERANCE * wanted or at_high <= at_low:
+            break
+        slope = (at_high - at_low) / (high - low)
+        low, at_low, high = high, at_high, max(0.0, high + (wanted - at_high) / slope)
+    return model.scaled(1.0, unit=model.unit, op_time=high)
+
+
+def _between(current: CostModel, fitted: CostModel) -> CostModel:
+    """Costs on the way from those in use to new ones."""
+
+    def mix(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return (1.0 - _DAMPING) * a + _DAMPING * b
+
+    old, new = current.weight_gradient, fitted.weight_gradient
+    return CostModel(
+        forward=mix(current.forward, fitted.forward),
+        backward=mix(current.backward, fitted.backward),
+        weight_gradient=new if old is None or new is None else mix(old, new),
+        piece_time=(1.0 - _DAMPING) * current.piece_time + _DAMPING * fitted.piece_time,
+        unit=SECONDS,
+    )
