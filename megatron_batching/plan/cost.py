@@ -293,6 +293,11 @@ def load_cost_model(
     `CostModel.to_json` wrote. A YAML file (.yaml, .yml) may hold more, as what `calibrate` writes
     does: communication and quality of the fit, which are not read here.
     """
+    if source == "auto":
+        raise ValueError(
+            "cost model auto is learned from the steps of a run: give it to an engine, `train` or "
+            "the verl backend; here give tokens, verl, or a file that `calibrate` wrote"
+        )
     if source == "verl":
         return verl_cost_model(layout, shares=shares)
     if source == "tokens":

@@ -130,6 +130,17 @@ def test_samples_move_between_replicas_and_outputs_come_home(
     assert run(pools, layout, **case, settings="balance: none")[0]["num_moved"] == 0
 
 
+@by_layout("pp2")
+def test_costs_are_learned_from_steps(pools: VerlPools, layout: str) -> None:
+    """After three steps all ranks have heard what came of the first fit."""
+    case = dict(loss="ppo", limits=CAP, lengths=[[90, 80, 70, 60, 5, 6, 7, 8]])
+    refits = [
+        result["refit"] for result in run(pools, layout, **case, settings="cost: auto", num_steps=3)
+    ]
+    assert refits[0] is not None and (refits[0].model is None) == (refits[0].reason is not None)
+    assert all(refit == refits[0] for refit in refits)
+
+
 @pytest.mark.parametrize("loss", ["sft", "ppo"])
 @by_layout("pp1-dp2", "pp2")
 def test_the_per_token_regime_equals_verl(pools: VerlPools, layout: str, loss: str) -> None:

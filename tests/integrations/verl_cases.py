@@ -297,6 +297,7 @@ def compare(
     forward_only: bool = False,
     settings: str | None = None,
     per_token: bool = False,
+    num_steps: int = 1,
 ) -> dict[str, Any]:
     """Errors of the planned engine against verl's own, on this rank; relative to the largest."""
     from megatron_batching.integrations.verl_settings import VerlSettings
@@ -304,12 +305,13 @@ def compare(
     model_type = "value_model" if loss == "value" else "language_model"
     theirs, ours = _engines(layout, model_type, per_token)
     ours.settings = VerlSettings(**yaml.safe_load(settings or "{}"))
+    ours.__dict__.pop("_learner", None)  # of the settings of another case
     dp_rank = ours.get_data_parallel_rank()
     function = None if loss == "none" else loss_function(loss, aggregation)
     with _per_token_when_padded(theirs, ours) if per_token else contextlib.nullcontext():
-        true, found = (
+        true, *_, found = (
             _run(e, batch(lengths, limits, dp_rank=dp_rank), function, forward_only=forward_only)
-            for e in (theirs, ours)
+            for e in [theirs, *[ours] * num_steps]
         )
     errors = {
         f"gradient of {name}": _error(found["gradients"][name], gradient)
@@ -338,6 +340,7 @@ def compare(
         "counts": [r.num_micro_batches for r in plan.replicas],
         "num_dummies": plan.num_dummies,
         "num_moved": plan.num_moved,
+        "refit": None if ours._learner is None else ours._learner.last_refit,
     }
 
 
