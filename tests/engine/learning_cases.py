@@ -93,7 +93,8 @@ def refusals() -> list[str]:
     placement = initialize(Layout(dp=2), device="cpu")
     options = BatchingOptions(micro_batch_size=1)
     said = []
-    for kind, given in ((PipelineEngine, "tokens"), (FSDPEngine, "auto")):
+    cases: tuple[tuple[Any, Any], ...] = ((PipelineEngine, "tokens"), (FSDPEngine, "auto"))
+    for kind, given in cases:
         try:
             kind(model=MODEL, placement=placement, batching=options, cost_model=given)
         except ValueError as error:

@@ -111,7 +111,7 @@ def test_ten_steps_bring_plans_within_two_per_cent_of_the_right_ones(
     learned = learn(layout, noise) if is_noisy else learn(layout)
     truth = true_costs(layout.num_virtual_stages)
     right = truth.scaled(1.0, unit="s", op_time=HOST_S)
-    ratios = {"start": [], "learned": []}
+    ratios: dict[str, list[float]] = {"start": [], "learned": []}
     for lengths in mini_batches(layout, 3, seed=2):
         best = true_step(lengths, layout, right)
         ratios["start"].append(true_step(lengths, layout, learned[0]) / best)
