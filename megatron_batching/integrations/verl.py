@@ -20,7 +20,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -264,6 +264,8 @@ class PlannedBatches:
             forward_only=forward_only,
         )
         options = deferred_batching(options, self._pipeline_model, settings.defer_weight_gradients)
+        if options.defers(layout):
+            options = replace(options, max_tokens_in_flight=settings.max_tokens_in_flight)
         return plan_mini_batch(
             [max(whole.lengths)] * len(whole.lengths) if self._pads_to_longest else whole.lengths,
             layout,

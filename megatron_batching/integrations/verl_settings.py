@@ -14,6 +14,7 @@ from typing import get_args
 
 import yaml
 
+from megatron_batching.plan.layout import check_positive
 from megatron_batching.plan.options import Balance, Deferring, Method, Oversize, as_deferring
 from megatron_batching.schedules.files import check_choice, check_field_types, key_hint, parsing
 
@@ -55,6 +56,9 @@ class VerlSettings:
     defer_weight_gradients: Deferring = "auto"
     """`auto`: plan gradients of weights into the gaps of the schedule, where the model is served;
     `off`: leave each in its backward."""
+    max_tokens_in_flight: int | None = None
+    """Tokens that a rank may hold between forward and weight gradient, see `BatchingOptions`; where
+    none is put off it limits nothing."""
     check_shapes: bool = False
     """Exchange them all the same and compare, for debugging."""
 
@@ -69,6 +73,13 @@ class VerlSettings:
         ):
             check_choice(name, getattr(self, name), get_args(choices))
         check_field_types(self)
+        if self.max_tokens_in_flight is not None:
+            check_positive("max_tokens_in_flight", self.max_tokens_in_flight)
+            if deferring == "off":
+                raise ValueError(
+                    f"max_tokens_in_flight={self.max_tokens_in_flight} with "
+                    "defer_weight_gradients='off': it limits what is put off; leave one of them out"
+                )
 
 
 def load_settings(path: str | Path | None = None) -> VerlSettings:

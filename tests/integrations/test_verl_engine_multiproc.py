@@ -141,6 +141,19 @@ def test_costs_are_learned_from_steps(pools: VerlPools, layout: str) -> None:
     assert all(refit == refits[0] for refit in refits)
 
 
+@by_layout("pp2")
+def test_what_is_put_off_keeps_its_limit(pools: VerlPools, layout: str) -> None:
+    def peaks(settings: str) -> tuple[float, float]:
+        [result, _] = run(pools, layout, loss="sft", limits=CAP, settings=settings)
+        return result["peaks"]
+
+    off, free = peaks("defer_weight_gradients: off"), peaks("balance: none")
+    limit = int(sum((off[1], free[1])) / 2)
+    limited = peaks(f"max_tokens_in_flight: {limit}")
+    assert off[1] < limited[1] < free[1]
+    assert limited[1] <= limit
+
+
 @pytest.mark.parametrize("loss", ["sft", "ppo"])
 @by_layout("pp1-dp2", "pp2")
 def test_the_per_token_regime_equals_verl(pools: VerlPools, layout: str, loss: str) -> None:

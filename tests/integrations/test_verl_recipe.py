@@ -77,6 +77,12 @@ def test_settings_file_states_the_defaults(monkeypatch: Any) -> None:
     [
         ("balanse: none", "unknown key balanse; did you mean balance"),
         ("balance: off", "balance=False is unknown: choose one of replicas, none"),
+        ("max_tokens_in_flight: 0", "max_tokens_in_flight=0 must be a whole number of at least 1"),
+        ("max_tokens_in_flight: some", "max_tokens_in_flight"),
+        (
+            "max_tokens_in_flight: 100\ndefer_weight_gradients: off",
+            "limits what is put off; leave one",
+        ),
         ("- a", "holds no settings"),
         ("a: [", "cannot be read"),
     ],

@@ -341,6 +341,7 @@ def compare(
         "num_dummies": plan.num_dummies,
         "num_moved": plan.num_moved,
         "refit": None if ours._learner is None else ours._learner.last_refit,
+        "peaks": plan.predicted.peak_tokens_in_flight,
     }
 
 

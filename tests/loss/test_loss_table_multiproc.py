@@ -8,7 +8,6 @@ rows that ran are written into the table there.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,6 @@ pytestmark = pytest.mark.slow
 ROWS = sorted(loss_table.ROWS, key=lambda row: loss_table.world_size(row[1]))
 
 
-@pytest.fixture(scope="module")
-def lines() -> Iterator[list[str]]:
-    """Lines of the table; written when all tests that were chosen have run."""
-    lines: list[str] = []
-    yield lines
-    if path := os.environ.get("LOSS_TABLE"):
-        loss_table.write(Path(path), lines)
-
-
 @pytest.mark.parametrize(
     ("kind", "layout"),
     ROWS,
@@ -39,7 +29,7 @@ def lines() -> Iterator[list[str]]:
         for kind, layout in ROWS
     ],
 )
-def test_row(pools: Pools, lines: list[str], kind: str, layout: dict[str, int]) -> None:
+def test_row(pools: Pools, kind: str, layout: dict[str, int]) -> None:
     # Even waiting, workers keep the cores busy: the threads of their process groups wake up often.
     for size in {loss_table.world_size(other) for _, other in ROWS}:
         if size != loss_table.world_size(layout):
@@ -48,7 +38,8 @@ def test_row(pools: Pools, lines: list[str], kind: str, layout: dict[str, int]) 
         precision: loss_table.run_row(pools, kind, layout, precision)
         for precision in loss_table.precisions_of(kind)
     }
-    lines.append(loss_table.row(kind, layout, results))
+    if path := os.environ.get("LOSS_TABLE"):
+        loss_table.write(Path(path), [loss_table.row(kind, layout, results)])
     for precision, cases in results.items():
         errors = loss_table.worst(cases)
         assert max(errors.values()) < loss_table.goal_of(kind, precision), (precision, errors)
