@@ -40,6 +40,7 @@ ON_TWO = {
     "padded, per token": Case(layout=PP2, batching=PADDED, model=PER_TOKEN),
     "vpp, padded, per token": Case(layout=VPP2, batching=PADDED, model=PER_TOKEN),
     "bf16": Case(layout=PP2, model={"precision": "bf16"}),
+    "fp16": Case(layout=PP2, model={"precision": "fp16"}),
     "recomputed": Case(
         layout=PP2,
         model={"transformer": FULL},
@@ -59,6 +60,7 @@ ON_TWO = {
     "critic": Case(layout=PP2, is_critic=True),
     "frozen layers": Case(layout=PP2, frozen=("linear_fc1.weight", "linear_proj.bias")),
     "frozen embedding": Case(layout=PP2, frozen=("embedding",)),
+    "adapters": Case(layout=PP2, has_adapters=True),
     "exchanged shapes": Case(layout=VPP2, engine={"planned_shapes": False}),
     "compared shapes": Case(layout=PP2, engine={"check_shapes": True}),
     "small buckets": Case(layout=VPP2, model={"ddp": SMALL_BUCKETS}),

@@ -88,6 +88,7 @@ class Case:
         batching: options of the plan.
         engine: further settings of the engine.
         frozen: parameters with one of these in their name are not trained.
+        has_adapters: low-rank adapters are trained beside frozen layers, and nothing else.
         is_critic: one value a token.
         forced: names of `FORCED`, beside the plan's own.
         rows: samples of each replica's micro-batches, where the plan is not the engine's.
@@ -99,6 +100,7 @@ class Case:
     batching: dict[str, Any] = field(default_factory=lambda: {"max_tokens_per_micro_batch": 36})
     engine: dict[str, Any] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
+    has_adapters: bool = False
     is_critic: bool = False
     forced: tuple[str, ...] = ("at the end, 8 pieces", "right away", "scattered, 3 pieces")
     rows: tuple[tuple[tuple[int, ...], ...], ...] | None = None
@@ -107,12 +109,14 @@ class Case:
 
 def build_engine(case: Case, placement: Placement) -> PipelineEngine:
     critic: dict[str, Any] = {"objective": ValueLoss(clip=0.2), "model_type": "value_model"}
-    with _freezing(case.frozen), norms_of_sequences():
+    # The default scale of fp16 overflows, so that a first step would be skipped.
+    scale = {"initial_loss_scale": 256.0} if case.model.get("precision") == "fp16" else {}
+    with _freezing(case), norms_of_sequences():
         return PipelineEngine(
             model=replace(MODEL, **case.model),
             placement=placement,
             batching=BatchingOptions(**case.batching),
-            optimizer=OptimizerSettings(lr=0.1),
+            optimizer=OptimizerSettings(lr=0.1, megatron=scale),
             seed=SEED,
             **(critic if case.is_critic else {}),
             **case.engine,
@@ -120,19 +124,43 @@ def build_engine(case: Case, placement: Placement) -> PipelineEngine:
 
 
 @contextlib.contextmanager
-def _freezing(frozen: Sequence[str]) -> Iterator[None]:
+def _freezing(case: Case) -> Iterator[None]:
     """Inside, models are built with some parameters frozen before DDP sees them."""
     build = model_module.GPTModel
 
     def built(*args: Any, **kwargs: Any) -> Any:
         gpt = build(*args, **kwargs)
         for name, parameter in gpt.named_parameters():
-            if any(part in name for part in frozen):
+            if any(part in name for part in case.frozen) or case.has_adapters:
                 parameter.requires_grad_(False)
+        if case.has_adapters:
+            _add_adapters(gpt)
         return gpt
 
     with unittest.mock.patch.object(model_module, "GPTModel", built):
         yield
+
+
+def _add_adapters(gpt: Any, rank: int = 4) -> None:
+    """Put low-rank matrices beside the first linear layer of each MLP."""
+
+    def add(linear: Any, inputs: tuple[Any, ...], outputs: tuple[Any, Any]) -> tuple[Any, Any]:
+        output, bias = outputs
+        return output + linear.up(linear.down(inputs[0]))[0], bias
+
+    config = gpt.config
+    for linear in [m for name, m in gpt.named_modules() if name.endswith("linear_fc1")]:
+        linear.down = torch.nn.Linear(config.hidden_size, rank, bias=False)
+        linear.up = layers.ColumnParallelLinear(
+            rank,
+            linear.output_size,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            tp_group=linear.tp_group,
+        )
+        linear.register_forward_hook(add)
 
 
 def samples_of(case: Case) -> MiniBatch:
