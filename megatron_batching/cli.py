@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -40,14 +38,17 @@ from megatron_batching.cli_options import (
     Trace,
     number,
     spelled_out,
+    warn_of_costs,
     whole_number,
+    whole_numbers,
 )
+from megatron_batching.cli_tune import tune
 from megatron_batching.configs import config_names, find_config
 from megatron_batching.program import INTERRUPTED, leave, run
 from megatron_batching.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_batching.plan import Layout, MicroBatchPlan
+    from megatron_batching.plan import MicroBatchPlan
 
 app = typer.Typer(
     add_completion=False,
@@ -77,7 +78,7 @@ def plan(
 ) -> None:
     """Cut one mini-batch into micro-batches."""
     made = _plan(lengths, options, sample_groups=sample_groups)
-    _warn(options.cost, made.layout)
+    warn_of_costs(options.cost, made.layout)
     print(json.dumps(made.to_json()) if as_json else made.describe())
 
 
@@ -123,7 +124,7 @@ def simulate(
         _refuse_options_of_lengths(context, source)
 
     plans = [("plan", read_plan(source) or _plan(source, options))]
-    _warn(options.cost, plans[0][1].layout)
+    warn_of_costs(options.cost, plans[0][1].layout)
     if compare == "baseline":
         plans.insert(0, ("baseline", _baseline_of(plans[0][1], options.cost)))
     elif compare is not None:
@@ -193,16 +194,16 @@ def what_if(
     from megatron_batching.bench import what_if as table
     from megatron_batching.plan import read_lengths
 
-    _warn(cost)
+    warn_of_costs(cost)
     names = ("gpus", "tp", "cp", "ep", "etp", "num_layers", "oversize")
     named = {name: f"--{name.replace('_', '-')}" for name in names}
     with _naming(named):
         sequence = read_lengths(lengths)
-        caps = _numbers("--max-tokens", max_tokens)
+        caps = whole_numbers("--max-tokens", max_tokens)
         choices = table.LayoutChoices(
             gpus=gpus,
-            pp=None if pp is None else _numbers("--pp", pp),
-            vpp=None if vpp is None else _numbers("--vpp", vpp),
+            pp=None if pp is None else whole_numbers("--pp", pp),
+            vpp=None if vpp is None else whole_numbers("--vpp", vpp),
             tp=tp,
             cp=cp,
             ep=ep,
@@ -217,6 +218,9 @@ def what_if(
         left_out = table.layouts_left_out(choices, cost)
     rows = [replace(row, problem=_as_options(row.problem, named)) for row in rows]
     table.run_what_if(rows, left_out=left_out, as_json=as_json)
+
+
+app.command()(tune)
 
 
 @app.command()
@@ -278,7 +282,7 @@ def bench(
         cost=cost,
         output_dir=output,
     )
-    _warn(settings.cost, settings.layouts[0])
+    warn_of_costs(settings.cost, settings.layouts[0])
     run_bench(settings)
 
 
@@ -397,15 +401,6 @@ def _baseline_of(made: MicroBatchPlan, cost: str | None) -> MicroBatchPlan:
     return plan_mini_batch(made.lengths, made.layout, options, model, made.owners)
 
 
-def _warn(cost: str | None, layout: Layout | None = None) -> None:
-    """Say on standard error what speaks against a cost file."""
-    from megatron_batching.plan.cost_quality import cost_warning
-
-    warning = cost_warning(cost, layout)
-    if warning is not None and os.environ.get("RANK", "0") == "0":
-        print(f"warning: {warning}", file=sys.stderr)
-
-
 @contextlib.contextmanager
 def _naming(options: Mapping[str, str]) -> Iterator[None]:
     """Let errors name options of the command line instead of the arguments behind them."""
@@ -438,18 +433,6 @@ def _assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
     with parsing(f"{option} {' '.join(texts)}"):
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(texts)))
     return values
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    from megatron_batching.schedules.files import shortened
-
-    parts = text.split(",")
-    if not all(part.isascii() and part.strip().isdigit() and part.strip("0 ") for part in parts):
-        raise ValueError(
-            f"{option} is {shortened(text)}: give whole numbers above 0 separated by commas, such "
-            "as 1,2,4"
-        )
-    return [int(part) for part in parts]
 
 
 def main() -> None:

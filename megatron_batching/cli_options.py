@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from megatron_batching.schedules.files import shortened
+
+if TYPE_CHECKING:
+    from megatron_batching.plan import Layout
 
 
 def whole_number(*names: str, help: str) -> Any:
@@ -45,6 +50,26 @@ def _read_number(value: Any) -> float:
         raise typer.BadParameter(
             f"{shortened(value)} is no number: write it in digits, such as 0.5 or 2e9"
         ) from None
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """Numbers above 0, separated by commas; `option` is what errors call them."""
+    parts = text.split(",")
+    if not all(part.isascii() and part.strip().isdigit() and part.strip("0 ") for part in parts):
+        raise ValueError(
+            f"{option} is {shortened(text)}: give whole numbers above 0 separated by commas, such "
+            "as 1,2,4"
+        )
+    return [int(part) for part in parts]
+
+
+def warn_of_costs(cost: str | None, layout: Layout | None = None) -> None:
+    """Say on standard error what speaks against a cost file."""
+    from megatron_batching.plan.cost_quality import cost_warning
+
+    warning = cost_warning(cost, layout)
+    if warning is not None and os.environ.get("RANK", "0") == "0":
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 Lengths = Annotated[

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_batching.bench.simulate import DEFAULT_COST
+from megatron_batching.fit.choose import LARGEST
 from megatron_batching.plan import (
     BatchingOptions,
     Layout,
@@ -24,7 +25,6 @@ from megatron_batching.plan.stages import SPLIT_OPTIONS, pipeline_stages, work_s
 from megatron_batching.schedules import format_time
 from megatron_batching.schedules.files import check_choice
 
-LARGEST_PP = 16  # that is tried when none is asked for
 WHAT_IF_BUDGET = 200  # candidate plans a replica: a table wants many layouts, not the last percent
 WHAT_IF_OPTIONS = BatchingOptions(max_tokens_per_micro_batch=1, search_budget=WHAT_IF_BUDGET)
 
@@ -137,7 +137,7 @@ class LayoutChoices:
         if self.pp:
             return list(self.pp)
         ranks = self.gpus // (self.tp * self.cp)
-        return [n for n in range(1, min(ranks, LARGEST_PP) + 1) if ranks % n == 0]
+        return [n for n in range(1, min(ranks, LARGEST["pp"]) + 1) if ranks % n == 0]
 
     def layouts(self, cost: str | None) -> list[Layout]:
         """Every layout that can be; those of a cost file must have its number of virtual stages.
