@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_batching.megatron.parallel import Placement
 from megatron_batching.plan import CostModel, Layout, MicroBatchPlan
-from megatron_batching.plan.learn import MeasuredStep, Refit, refit
+from megatron_batching.plan.learn import SECONDS, MeasuredStep, Refit, refit
 from megatron_batching.schedules import Event, Op
 from megatron_batching.schedules.files import shortened
 
@@ -129,7 +129,8 @@ class CostLearner:
 
     def _tell(self, found: Refit) -> None:
         if found.model is None:
-            _LOG.warning("costs stay as they are: %s", found.reason)
+            level = logging.INFO if self.model.unit == SECONDS else logging.WARNING
+            _LOG.log(level, "costs stay as they are: %s", found.reason)
         else:
             _LOG.info("costs learned: steps foretold to %.1f%%", 100 * (found.error or 0.0))
 
