@@ -59,7 +59,7 @@ class StagedWork:
         self._work.wait(*timeout)
         while self._results:
             tensor, host = self._results.pop()
-            tensor.copy_(host)
+            tensor.detach().copy_(host)  # Megatron receives into tensors that need gradients
         return True
 
     def is_completed(self) -> bool:
@@ -123,7 +123,7 @@ for _name in (*SENDING, *WRITING):
 def _to_host(argument: Any) -> Any:
     """A copy in host memory of a tensor, or of all in nested lists; anything else as it is."""
     if isinstance(argument, Tensor):
-        return torch.empty_like(argument, device="cpu").copy_(argument)
+        return torch.empty_like(argument, device="cpu").copy_(argument.detach())
     if isinstance(argument, list):
         return [_to_host(each) for each in argument]
     return argument

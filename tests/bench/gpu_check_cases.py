@@ -61,9 +61,11 @@ def staged() -> dict[str, list[float]]:
     staged_group.register()
     group = dist.new_group([0, 1], backend=staged_group.BACKEND)
     rank = dist.get_rank()
-    own = torch.tensor([1.0 + rank, 3.0 + rank])
+    own = torch.tensor([1.0 + rank, 3.0 + rank], requires_grad=True)
     results = {name: torch.zeros(2) for name in ("received", "scattered", "swapped")}
-    results |= {"gathered": torch.zeros(4), "sum": own.clone(), "told": own.clone()}
+    results |= {"gathered": torch.zeros(4)}
+    results |= {name: own.detach().clone() for name in ("sum", "told")}
+    results["received"].requires_grad_()  # as Megatron's schedule has it
     ops = [
         dist.P2POp(dist.isend, own, 1 - rank, group),
         dist.P2POp(dist.irecv, results["received"], 1 - rank, group),
