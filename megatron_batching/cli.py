@@ -48,7 +48,8 @@ from megatron_batching.program import INTERRUPTED, leave, run
 from megatron_batching.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_batching.plan import MicroBatchPlan
+    from megatron_batching.plan import Layout, MicroBatchPlan
+    from megatron_batching.plan.memory import MemoryModel
 
 app = typer.Typer(
     add_completion=False,
@@ -347,12 +348,17 @@ def _plan(lengths: str, options: PlanOptions, **more: Any) -> MicroBatchPlan:
         read_lengths,
     )
 
-    if (options.max_tokens is None) == (options.micro_batch_size is None):
-        raise ValueError("pass exactly one of --max-tokens and --micro-batch-size")
+    limits = (options.max_tokens, options.micro_batch_size)
+    if limits.count(None) == 0 or (limits.count(None) == 2 and options.memory_limit is None):
+        raise ValueError(
+            "pass exactly one of --max-tokens and --micro-batch-size, or --memory-limit beside one "
+            "or instead"
+        )
     sizes = {field.name: getattr(options, field.name) for field in fields(Layout)}
     batching = {
         "max_tokens_per_micro_batch": options.max_tokens,
         "micro_batch_size": options.micro_batch_size,
+        "memory_limit": _limit_of(options),
         "align": options.align,
         "oversize": options.oversize,
         "balance": options.balance,
@@ -368,7 +374,31 @@ def _plan(lengths: str, options: PlanOptions, **more: Any) -> MicroBatchPlan:
         chosen = BatchingOptions(**batching)
     model = load_cost_model(options.cost, layout) if options.cost else None
     with _naming(named):
-        return plan_mini_batch(values, layout, chosen, cost_model=model)
+        memory = _memory_of(options.model, layout)
+        return plan_mini_batch(values, layout, chosen, cost_model=model, memory_model=memory)
+
+
+def _limit_of(options: PlanOptions) -> int | None:
+    """Bytes of `--memory-limit`, which goes with `--model` alone."""
+    from megatron_batching.plan.memory_limit import as_bytes
+
+    if (options.memory_limit is None) != (options.model is None):
+        raise ValueError(
+            "--memory-limit and --model go together: what a rank holds follows from the model's "
+            "sizes; pass both, or limit tokens alone"
+        )
+    return None if options.memory_limit is None else as_bytes(options.memory_limit)
+
+
+def _memory_of(model: Path | None, layout: Layout) -> MemoryModel | None:
+    """What ranks hold of the model in a file, trained as `TrainingMemory` takes it by default."""
+    if model is None:
+        return None
+    from megatron_batching.fit import TrainingMemory, memory_model, read_model_sizes
+    from megatron_batching.fit.memory import PLANNED_MARGIN
+
+    training = TrainingMemory(margin=PLANNED_MARGIN)
+    return memory_model(read_model_sizes(model), layout, training)
 
 
 def _is_no_lengths(source: str) -> bool:
@@ -395,7 +425,11 @@ def _baseline_of(made: MicroBatchPlan, cost: str | None) -> MicroBatchPlan:
     from megatron_batching.plan import load_cost_model, plan_mini_batch
 
     options = replace(
-        made.options, method="baseline", defer_weight_gradients=False, max_tokens_in_flight=None
+        made.options,
+        method="baseline",
+        defer_weight_gradients=False,
+        max_tokens_in_flight=None,
+        memory_limit=None,  # the cap that followed from it stays
     )
     model = load_cost_model(cost, made.layout) if cost else None
     return plan_mini_batch(made.lengths, made.layout, options, model, made.owners)

@@ -104,6 +104,20 @@ MicroBatchSize = Annotated[
     int | None,
     whole_number("--micro-batch-size", help="Samples per micro-batch, instead of a cap."),
 ]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit",
+        help="Bytes of a GPU that no rank may exceed, such as 70GiB; beside a cap, or instead.",
+        metavar="SIZE",
+    ),
+]
+Model = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", help="With it: a Hugging Face config.json, or a file of Megatron's options."
+    ),
+]
 Align = Annotated[int, whole_number("--align", help="Pad each sample to a multiple of this.")]
 Oversize = Annotated[
     str, typer.Option("--oversize", help="A sample over the cap: error, or alone.")
@@ -157,6 +171,8 @@ class PlanOptions:
     group: Group = None
     max_tokens: MaxTokens = None
     micro_batch_size: MicroBatchSize = None
+    memory_limit: MemoryLimit = None
+    model: Model = None
     align: Align = 1
     oversize: Oversize = "error"
     balance: Balance = "replicas"

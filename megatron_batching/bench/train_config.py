@@ -239,6 +239,12 @@ def _with_best_layers(
             "stages that are split already, and named cost models know no layers; leave out one of "
             "them"
         )
+    if batching.memory_limit is not None:
+        raise ValueError(
+            f"model.transformer.{LAYOUT_OPTION}={AUTO_LAYOUT} with batching.memory_limit="
+            f"{batching.memory_limit}: the split of layers is searched under a token cap; write "
+            "the layout out, or limit tokens"
+        )
     sizes = {"num_layers", "hidden_size", "num_attention_heads"}
     fields_of = {name: getattr(model, name) for name in sizes} | model.transformer
     options = replace(

@@ -106,6 +106,11 @@ class FSDPEngine(Engine):
                 "model.precision=fp16: the FSDP engine has no loss scale, which fp16 needs; use "
                 "bf16, or the megatron backend"
             )
+        if batching.memory_limit is not None:
+            raise ValueError(
+                f"batching.memory_limit={batching.memory_limit}: what ranks hold is not described "
+                "for the FSDP engine; limit tokens, or use the megatron backend"
+            )
         if cost_model is not None:
             require_types(cost_model=cost_model)
             cost_model.check_layout(layout)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,14 @@ from megatron_batching.engine.contract import AnyMiniBatch, Engine
 from megatron_batching.engine.costs import default_cost_model, starting_costs
 from megatron_batching.engine.deferring import deferred_batching
 from megatron_batching.engine.learning import CostLearner, GivenCosts, check_cost_model
+from megatron_batching.engine.memory import memory_models
 from megatron_batching.engine.registry import ModelType
 from megatron_batching.engine.report import StepReport, TokenOutputs
 from megatron_batching.engine.step import Collect, FinishedStep, StepSettings, prepare_step
 from megatron_batching.engine.step_checks import check_plan, require_mini_batch
+from megatron_batching.engine.step_loss import LogProbsOnly
 from megatron_batching.loss import (
     Aggregation,
-    CrossEntropy,
     Objective,
     as_aggregation,
 )
@@ -61,6 +61,7 @@ from megatron_batching.megatron.optimizer import (
 from megatron_batching.megatron.parallel import Placement, replica_groups
 from megatron_batching.megatron.recorder import MessageLog, clock_reading
 from megatron_batching.plan import BatchingOptions, CostModel, MicroBatchPlan, plan_mini_batch
+from megatron_batching.plan.memory_limit import check_memory
 from megatron_batching.plan.options import Deferring, as_deferring
 
 
@@ -168,6 +169,10 @@ class PipelineEngine(Engine):
         check_for_engine(model, self.batching)
         with model.in_place():
             check_combination(model, self.batching, self.objective, self.expert_shares)
+        options = (self.batching, self.infer_batching)
+        self.memory_models = memory_models(
+            model, self.optimizer, options, self.objective, self._shape_buckets
+        )
         given = self._given_model
         if not isinstance(optimizer, OptimizerSettings):
             optimizer = type(optimizer).__name__
@@ -213,7 +218,12 @@ class PipelineEngine(Engine):
             options = dataclasses.replace(self.infer_batching, forward_only=True)
         owners = mini_batch.owners if isinstance(mini_batch, ShardedMiniBatch) else None
         return plan_mini_batch(
-            mini_batch.lengths, self.placement.layout, options, self.cost_model, owners
+            mini_batch.lengths,
+            self.placement.layout,
+            options,
+            self.cost_model,
+            owners,
+            self.memory_models[forward_only],
         )
 
     def train_batch(
@@ -300,7 +310,7 @@ class PipelineEngine(Engine):
             In sample order; of a sharded mini-batch those that this replica holds, wherever they
             ran; empty on all but the last pipeline stage.
         """
-        objective = _LogProbsOnly(temperature=temperature, needs_entropy=with_entropy)
+        objective = LogProbsOnly(temperature=temperature, needs_entropy=with_entropy)
         log_probs, entropies = self._infer(mini_batch, plan, objective)
         return {n: TokenOutputs(log_probs[n], entropies.get(n)) for n in log_probs}
 
@@ -445,6 +455,8 @@ class PipelineEngine(Engine):
             # What holds in training holds without a backward pass, too.
             allowed = [*([self.infer_batching] if forward_only else []), self.batching]
             check_plan(given, mini_batch, layout=self.placement.layout, allowed=allowed)
+            options, held = allowed[0], self.memory_models[forward_only]
+            check_memory(given, options, held, forward_only=forward_only)
             return given
 
         prepared = prepare_step(
@@ -486,10 +498,3 @@ class PipelineEngine(Engine):
         dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
         for x, joined in zip(flat, whole.split([x.numel() for x in flat]), strict=True):
             x.copy_(joined)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _LogProbsOnly(CrossEntropy):
-    """The objective of a forward-only pass: nothing beyond what the model gives."""
-
-    needs_entropy: bool = False

@@ -48,6 +48,13 @@ from megatron_batching.megatron.model import (
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogProbsOnly(CrossEntropy):
+    """The objective of a forward-only pass: nothing beyond what the model gives."""
+
+    needs_entropy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepLoss:
     """The loss of one mini-batch, as one replica's schedule needs it.
 
@@ -152,12 +159,7 @@ class StepLoss:
         """
         if self.collect is not None and self.model.config.mtp_num_layers is None:
             return False
-        return (
-            isinstance(self.objective, CrossEntropy)
-            and self.objective.temperature == 1
-            and not self.objective.needs_entropy
-            and self.model.config.params_dtype != torch.float64
-        )
+        return model_computes_loss(self.objective, self.model.config.params_dtype)
 
     def _loss(self, batch: Batch, output: Tensor) -> tuple[Any, ...]:
         """Megatron's loss function, in the shape that the regime asks for."""
@@ -241,6 +243,16 @@ class StepLoss:
             moe=self.scaling.auxiliary(moe),
             mtp=self.scaling.auxiliary(mtp),
         )
+
+
+def model_computes_loss(objective: Objective, dtype: torch.dtype) -> bool:
+    """Whether Megatron's own cross entropy serves an objective, for weights of such a dtype."""
+    return (
+        isinstance(objective, CrossEntropy)
+        and objective.temperature == 1
+        and not objective.needs_entropy
+        and dtype != torch.float64
+    )
 
 
 def _pieces(batch: Batch, values: Tensor) -> list[Tensor]:

@@ -54,10 +54,12 @@ from megatron_batching.schedules import Deferral, PipelineSchedule
 from megatron_batching.schedules.files import check_choice
 
 StateDtype = Literal["fp32", "bf16", "fp16", "fp8"]
-LossKind = Literal["megatron", "chunked"]
+LossKind = Literal["megatron", "chunked", "verl"]
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 GPU_ALLOWANCE = 2 * 2**30
 """Bytes of a GPU for the CUDA context, NCCL, workspaces and what the allocator cannot use."""
+PLANNED_MARGIN = 0.1
+"""What plans under a limit add to what micro-batches hold: tests hold foretold peaks to this."""
 CHUNK_ENTRIES = 2**25  # logits that the chunked loss has in fp32 at a time, see `loss.log_probs`
 
 
@@ -87,13 +89,16 @@ class TrainingMemory:
     """Whose layers: Transformer Engine's with a flash kernel, or Megatron's local ones."""
     loss: LossKind = "megatron"
     """megatron: its cross entropy, fused or not, with a softmax in fp32; chunked: ours, for
-    objectives that start from logits (`loss.log_probs`)."""
+    objectives that start from logits (`loss.log_probs`); verl: that of its own engine (0.9.1)."""
     with_entropy: bool = False
-    """The chunked loss gives entropies."""
+    """A loss that starts from logits gives entropies."""
+    is_trained: bool = True
+    """False: there are weights alone, as of a reference model."""
     allowance: float = GPU_ALLOWANCE
     """Bytes for what is not counted."""
-    activation_factor: float = 1.0
-    """Measured over foretold activations, where somebody has measured them."""
+    margin: float = 0.0
+    """Share by which all that depends on micro-batches counts as more than foretold; plans under a
+    limit take `PLANNED_MARGIN`."""
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, ("bf16", "fp16", "fp32", "fp64"))
@@ -110,8 +115,8 @@ class TrainingMemory:
             raise ValueError(
                 "use_precision_aware_optimizer needs use_distributed_optimizer, as in Megatron"
             )
-        if self.with_entropy and self.loss != "chunked":
-            raise ValueError(f"with_entropy=True needs loss=chunked, not {self.loss}")
+        if self.with_entropy and self.loss == "megatron":
+            raise ValueError("with_entropy=True needs loss=chunked or verl: Megatron's gives none")
 
     @property
     def value_bytes(self) -> int:
@@ -124,6 +129,8 @@ class TrainingMemory:
         Args:
             replicas: ranks that hold the same weight.
         """
+        if not self.is_trained:
+            return float(self.value_bytes), 0.0, 0.0
         wide = max(4, self.value_bytes)
         states: float = BYTES[self.exp_avg_dtype] + BYTES[self.exp_avg_sq_dtype]
         if self.precision == "fp64":
@@ -181,18 +188,17 @@ def memory_model(
         found.append(_stage(sizes, numerics, training, stage, layers, passes))
         first += stage.decoder_layers
     # cp ranks share the tokens of a micro-batch.
-    share = np.array([1.0, 1 / layout.cp, 1 / layout.cp, 1 / layout.cp])
-    factor = np.array([1.0, *[training.activation_factor] * 3]) * share
+    share = (1 + training.margin) * np.array([1.0, *[1 / layout.cp] * 3])
     state = form(tokens=hidden_bytes(sizes, numerics)) * share
     # The interleaved schedule receives one op ahead, in both directions.
-    buffers = state * (2 if layout.vpp > 1 else 0) + scores_buffer(sizes, numerics)
+    buffers = state * (2 if layout.vpp > 1 else 0) + share * scores_buffer(sizes, numerics)
     held = {k: np.array([getattr(of, k) for of in found]) for k in (*HELD_KINDS, "product")}
     moments = {k: _stacked([getattr(of, k) for of in found]) * share for k in MOMENT_KINDS}
     return MemoryModel(
         fixed=_fixed(sizes, layout, training, stages),
-        activations=held["activations"] * factor,
+        activations=held["activations"] * share,
         loss=held["loss"] * share,
-        pending=held["pending"] * factor,
+        pending=held["pending"] * share,
         product=held["product"] * share,
         buffers=np.array([buffers] * len(stages)),
         **moments,
@@ -451,8 +457,11 @@ def _head(
     # The softmax in fp32 takes the place of the logits where these are fp32 already.
     softmax = numerics.norm_bytes * entries
     copy = logits if value < numerics.norm_bytes else 0.0
-    kept = form(tokens=normed + passes * (softmax + 9.0))
-    backward = [form(gradient, copy + whole)]
+    # verl clones the logits for the entropy, and that keeps them and a softmax of its own; their
+    # gradients are added into a new tensor.
+    kinds = 3 if training.with_entropy else 1
+    kept = form(tokens=normed + passes * (kinds * softmax + 9.0))
+    backward = [form(gradient, copy + whole + (softmax if kinds > 1 else 0))]
     return kept, [form(tokens=copy)], backward
 
 

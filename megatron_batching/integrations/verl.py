@@ -36,6 +36,7 @@ from megatron_batching.data.all_to_all import gather
 from megatron_batching.engine.costs import starting_costs
 from megatron_batching.engine.deferring import deferred_batching
 from megatron_batching.engine.learning import CostLearner
+from megatron_batching.engine.memory import engine_memory_model
 from megatron_batching.engine.run import recorded_events, run_replica
 from megatron_batching.integrations.verl_batch import (
     RowFormat,
@@ -254,6 +255,8 @@ class PlannedBatches:
             packing="packed" if config.use_remove_padding else "padded",
             align=align,
             oversize=settings.oversize,
+            # Passes without backward have a limit of their own in verl, and hold less.
+            memory_limit=None if forward_only else settings.memory_limit,
             sample_groups=group_size if group_size > 1 else None,
             balance=settings.balance,
             min_num_micro_batches=settings.min_num_micro_batches,
@@ -272,6 +275,14 @@ class PlannedBatches:
             options,
             cost_model=self._cost_model,
             owners=whole.holdings.owners,
+            memory_model=engine_memory_model(
+                self._pipeline_model,
+                getattr(self, "optimizer", None),
+                options,
+                loss="verl",
+                with_entropy=bool(given("calculate_entropy", False)),
+                is_value_model=self._is_value_model,
+            ),
         )
 
     @property

@@ -39,6 +39,9 @@ class VerlSettings:
     """A sample over the cap: `error`, or `alone` in a micro-batch of its own."""
     group: int | None = None
     """Fix `microbatch_group_size_per_vp_stage`; by default each plan chooses."""
+    memory_limit: int | None = None
+    """Bytes of a GPU that no rank may exceed in a training step, beside verl's cap: see
+    `BatchingOptions`. What else lies on the GPU, such as a rollout engine, is not counted."""
     min_num_micro_batches: int | None = None
     """Fewest micro-batches of a replica."""
     max_num_micro_batches: int | None = None

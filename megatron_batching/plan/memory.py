@@ -28,6 +28,7 @@ import numpy as np
 from megatron_batching.plan.layout import Layout
 from megatron_batching.schedules import Deferral, PipelineSchedule
 
+GIB = 2**30
 NUM_MEMORY_FEATURES = 4
 CONSTANT, TOKENS, SQUARES, CHUNK = range(NUM_MEMORY_FEATURES)
 

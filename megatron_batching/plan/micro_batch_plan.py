@@ -20,6 +20,7 @@ from megatron_batching.plan.cost import CostModel
 from megatron_batching.plan.counts import is_legal
 from megatron_batching.plan.items import Items, gather_items
 from megatron_batching.plan.layout import Layout
+from megatron_batching.plan.memory import GIB
 from megatron_batching.plan.options import BatchingOptions
 from megatron_batching.plan.padding import batch_shape, padded_lengths
 from megatron_batching.plan.predict import (
@@ -300,6 +301,10 @@ class MicroBatchPlan:
         """The plan as plain values; `from_json` reads it back."""
         predicted = asdict(self.predicted)
         predicted["peak_tokens_in_flight"] = list(self.predicted.peak_tokens_in_flight)
+        if self.predicted.peak_bytes:
+            predicted["peak_bytes"] = list(self.predicted.peak_bytes)
+        else:
+            del predicted["peak_bytes"]
         options = asdict(self.options)
         if isinstance(options["sample_groups"], tuple):
             options["sample_groups"] = list(options["sample_groups"])
@@ -356,6 +361,7 @@ class MicroBatchPlan:
         counts = [r.num_micro_batches for r in self.replicas]
         span = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
         tokens = [sum(b.tokens for b in r.micro_batches) for r in self.replicas]
+        held = ", ".join(f"{count / GIB:.2f}" for count in predicted.peak_bytes)
         peaks = describe_peaks(predicted.peak_tokens_in_flight, layout.vpp)
         return "\n".join(
             [
@@ -376,6 +382,7 @@ class MicroBatchPlan:
                 f"lower bound {format_time(predicted.lower_bound)}, "
                 f"efficiency {predicted.efficiency:.3f}, bubble {predicted.bubble_fraction:.1%}",
                 f"in flight   at most {peaks}",
+                *([f"memory      at most {held} GiB by pp rank"] if predicted.peak_bytes else []),
                 f"planned in  {self.planning_seconds * 1e3:.1f} ms ({options.method})",
             ]
         )
@@ -443,4 +450,5 @@ def _read_prediction(value: dict[str, Any]) -> Prediction:
         **{name: entry(value, name, float) for name in times},
         peak_tokens_in_flight=entries(value, "peak_tokens_in_flight", float),
         unit=entry(value, "unit", str),
+        peak_bytes=entries(value, "peak_bytes", float) if "peak_bytes" in value else (),
     )

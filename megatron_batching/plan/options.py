@@ -1,10 +1,11 @@
 """Batching options: what a micro-batch may hold, and how much the search may try.
 
 Two kinds of limit exist, tokens (dynamic batching) and samples (fixed batching), and exactly one
-is given. The cap is hard. It is stated in tokens of one replica, which is what the sum of sample
-lengths means whatever cp is; `max_tokens_per_gpu` is the same cap in the spelling of systems that
-count what lies on one GPU, and is multiplied by cp. The alternative, guessing from the size of
-the number which of the two was meant, is wrong by a factor of cp without anyone noticing.
+is given; or a limit in bytes beside them, or instead, from which a cap follows. The cap is hard. It
+is stated in tokens of one replica, which is what the sum of sample lengths means whatever cp is;
+`max_tokens_per_gpu` is the same cap in the spelling of systems that count what lies on one GPU, and
+is multiplied by cp. The alternative, guessing from the size of the number which of the two was
+meant, is wrong by a factor of cp without anyone noticing.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
     """The same cap per GPU of the context-parallel group: the cap above is `cp` times this."""
     micro_batch_size: int | None = None
     """Fixed batching: the most samples in one micro-batch."""
+    memory_limit: int | None = None
+    """Bytes of a GPU that no rank may exceed at any time of a step: beside one of the limits above,
+    or instead of them, when the cap follows from it. What the model holds must be known, see
+    `plan.memory`."""
     packing: Packing = "packed"
     """`packed` (a micro-batch costs the sum of its samples) or `padded` (rows x the longest)."""
     align: int = 1
@@ -110,10 +115,10 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
         given = [
             f"{name}={getattr(self, name)!r}" for name in sizes if getattr(self, name) is not None
         ]
-        if len(given) != 1:
+        if len(given) > 1 or (not given and self.memory_limit is None):
             raise ValueError(
                 f"pass exactly one of {', '.join(sizes[:2])} and {sizes[2]}, "
-                f"not {', '.join(given) or 'none'}"
+                f"not {', '.join(given) or 'none'}" + ("" if given else ", or a memory_limit")
             )
         if self.max_tokens_in_flight is not None and not self.defer_weight_gradients:
             raise ValueError(
@@ -125,6 +130,7 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
             "max_num_micro_batches",
             "search_budget",
             "max_tokens_in_flight",
+            "memory_limit",
         )
         for name in (*sizes, *counts):
             if getattr(self, name) is not None:

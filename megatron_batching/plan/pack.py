@@ -17,9 +17,12 @@ import numpy as np
 from megatron_batching.plan.cost import CostModel
 from megatron_batching.plan.items import Items, alone_tokens
 from megatron_batching.plan.layout import Layout
+from megatron_batching.plan.memory import RankMemory
+from megatron_batching.plan.memory_limit import MemoryLimit
 from megatron_batching.plan.options import BatchingOptions
 from megatron_batching.plan.partition import best_fit, descending, exact_fit, longest_first, runs
 from megatron_batching.plan.predict import step_times
+from megatron_batching.schedules import Deferral
 
 Packing = tuple[np.ndarray, ...]
 
@@ -53,9 +56,16 @@ class PackingProblem:
     """
 
     def __init__(
-        self, items: Items, layout: Layout, options: BatchingOptions, model: CostModel
+        self,
+        items: Items,
+        layout: Layout,
+        options: BatchingOptions,
+        model: CostModel,
+        memory: MemoryLimit | None = None,
     ) -> None:
         self.items = items
+        self.memory = memory
+        """What a rank may hold; None where tokens alone are limited."""
         self.layout = layout
         self.model = model
         self.forward_only = options.forward_only
@@ -85,6 +95,36 @@ class PackingProblem:
         other = copy.copy(self)
         other.deferred = deferred
         return other
+
+    def capped(self, cap: float) -> PackingProblem:
+        """The same problem with another cap."""
+        other = copy.copy(self)
+        other.cap = cap
+        return other
+
+    def held(
+        self,
+        group: int | None,
+        features: Sequence[np.ndarray],
+        deferrals: Sequence[Deferral | None],
+    ) -> tuple[RankMemory, ...]:
+        """What each pipeline rank holds at its worst moment; empty where memory is not limited.
+
+        Args:
+            group: of the interleaved schedule.
+            features: [M, 3] of each replica.
+            deferrals: of each.
+        """
+        return () if self.memory is None else self.memory.peaks(group, features, deferrals)
+
+    def keeps_memory(
+        self,
+        group: int | None,
+        features: Sequence[np.ndarray],
+        deferrals: Sequence[Deferral | None],
+    ) -> bool:
+        """Whether no rank holds more than its memory; arguments as of `held`."""
+        return self.memory is None or self.memory.keeps(self.held(group, features, deferrals))
 
     def features(self, packing: Packing) -> np.ndarray:
         """[M, 3] features of the micro-batches, in order."""
@@ -121,8 +161,11 @@ class PackingProblem:
     def step_times(
         self, group: int | None, features: np.ndarray, beside: Sequence[np.ndarray] = ()
     ) -> np.ndarray:
-        """[C] simulated step time of candidates, as `predict.step_times` has them."""
-        return step_times(
+        """[C] simulated step time of candidates, as `predict.step_times` has them.
+
+        Those that hold more than their memory count as slower by far.
+        """
+        times = step_times(
             self.model,
             self.layout,
             group,
@@ -131,6 +174,11 @@ class PackingProblem:
             deferred=self.deferred,
             beside=beside,
         )
+        if self.memory is not None:
+            for rows in (features, *beside):
+                each = rows if rows.ndim == features.ndim else rows[None]
+                times = self.memory.slowed(group, each, times)
+        return times
 
     def loads(self, packing: Packing) -> np.ndarray:
         """[M] time of each micro-batch on all stages together."""

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 import numpy as np
 
@@ -20,6 +19,8 @@ from megatron_batching.plan.cost import CostModel, uniform_cost_model
 from megatron_batching.plan.items import Items, check_lengths, gather_items
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.limits import check_size
+from megatron_batching.plan.memory import MemoryModel
+from megatron_batching.plan.memory_limit import limited, no_plan
 from megatron_batching.plan.micro_batch_plan import MicroBatch, MicroBatchPlan, ReplicaPlan
 from megatron_batching.plan.options import BatchingOptions
 from megatron_batching.plan.pack import Packing, PackingProblem
@@ -29,6 +30,7 @@ from megatron_batching.plan.predict import (
     Prediction,
     find_deferrals,
     least_deferred_step_time,
+    most_tokens_in_flight,
     predict,
     slowest_step_time,
 )
@@ -36,6 +38,8 @@ from megatron_batching.plan.search import Search
 from megatron_batching.schedules import Deferral
 from megatron_batching.schedules.files import shortened
 
+LOWER_CAPS = (0.7, 0.5, 0.35, 0.25, 0.0)  # of the cap, where a memory limit is not kept with it
+LESS_IN_FLIGHT = (0.75, 0.5, 0.25)  # of the tokens in flight, where putting off takes too much
 # Stands in until rows that were cut elsewhere are known to be legal, which simulating needs.
 _NOT_YET = Prediction(
     step_time=math.nan,
@@ -55,6 +59,10 @@ class _Found:
     features: list[np.ndarray]
     deferrals: list[Deferral | None]
     step_time: float
+    peak_bytes: tuple[float, ...] = ()
+    """[pp] where memory is limited, the most over the replicas."""
+    fits: bool = True
+    """Whether a memory limit is kept."""
 
 
 def plan_mini_batch(
@@ -63,6 +71,7 @@ def plan_mini_batch(
     options: BatchingOptions,
     cost_model: CostModel | None = None,
     owners: Sequence[int] | None = None,
+    memory_model: MemoryModel | None = None,
 ) -> MicroBatchPlan:
     """Plan one mini-batch, on all replicas at once.
 
@@ -72,6 +81,7 @@ def plan_mini_batch(
         options: limits and wishes.
         cost_model: times to plan by; None counts tokens (`uniform_cost_model`).
         owners: dp rank that holds each sample; None means contiguous blocks.
+        memory_model: what ranks hold; needed for, and only used with, `options.memory_limit`.
 
     Raises:
         ValueError: the input cannot be planned; the line names value, rule and remedy.
@@ -83,7 +93,7 @@ def plan_mini_batch(
     8
     """
     started = time.perf_counter()
-    problem = _problem(lengths, layout, options, cost_model, owners)
+    problem, options = _problem(lengths, layout, options, cost_model, owners, memory_model)
     items = problem.items
     found, bound = _search(problem, layout, options)
     return MicroBatchPlan(
@@ -102,6 +112,7 @@ def plan_mini_batch(
             forward_only=options.forward_only,
             deferrals=found.deferrals,
             step_time=found.step_time,
+            peak_bytes=found.peak_bytes,
         ),
         planning_seconds=time.perf_counter() - started,
     )
@@ -116,6 +127,7 @@ def plan_from_rows(
     group: int | None = None,
     cost_model: CostModel | None = None,
     owners: Sequence[int] | None = None,
+    memory_model: MemoryModel | None = None,
 ) -> MicroBatchPlan:
     """A plan cut elsewhere: checked like any other, and judged by the simulator.
 
@@ -128,9 +140,10 @@ def plan_from_rows(
         group: of the interleaved schedule; by default the layout's, or pp.
         cost_model: times for the prediction; None counts tokens.
         owners: as in `plan_mini_batch`.
+        memory_model: as in `plan_mini_batch`.
 
     Raises:
-        ValueError: the plan breaks an invariant.
+        ValueError: the plan breaks an invariant, or holds more than its memory limit.
 
     >>> options = BatchingOptions(max_tokens_per_micro_batch=8)
     >>> plan = plan_from_rows([5, 3, 8], Layout(), options, [[[2], [0, 1]]])
@@ -138,7 +151,7 @@ def plan_from_rows(
     [8, 8]
     """
     started = time.perf_counter()
-    problem = _problem(lengths, layout, options, cost_model, owners)
+    problem, options = _problem(lengths, layout, options, cost_model, owners, memory_model)
     if layout.vpp > 1:
         group = group or layout.group or layout.pp
 
@@ -161,6 +174,9 @@ def _judged(plan: MicroBatchPlan, problem: PackingProblem) -> MicroBatchPlan:
     layout, options = plan.layout, plan.options
     features = [plan.features(replica.dp_rank) for replica in plan.replicas]
     deferrals, step_time = _deferrals(problem, options, plan.group, features)
+    held = problem.held(plan.group, features, deferrals)
+    if problem.memory is not None and not problem.memory.keeps(held):
+        raise no_plan(problem.memory, held, plan.lengths)
     predicted = predict(
         problem.model,
         layout,
@@ -170,6 +186,7 @@ def _judged(plan: MicroBatchPlan, problem: PackingProblem) -> MicroBatchPlan:
         forward_only=options.forward_only,
         deferrals=deferrals,
         step_time=step_time,
+        peak_bytes=tuple(rank.total for rank in held),
     )
     replicas = tuple(
         replace(replica, deferral=deferral)
@@ -184,6 +201,7 @@ def lower_bounds_of(
     options: BatchingOptions,
     cost_model: CostModel | None = None,
     owners: Sequence[int] | None = None,
+    memory_model: MemoryModel | None = None,
 ) -> tuple[float, float]:
     """Step times that no plan of a mini-batch can beat; `predicted.lower_bound` is the greater.
 
@@ -193,6 +211,7 @@ def lower_bounds_of(
         options: limits of the micro-batches.
         cost_model: times; None counts tokens.
         owners: as in `plan_mini_batch`; they do not change the bounds.
+        memory_model: as in `plan_mini_batch`.
 
     Returns:
         What the work of the ranks sets, and what the trip of one sample through the pipeline sets,
@@ -205,7 +224,7 @@ def lower_bounds_of(
     >>> lower_bounds_of(lengths, Layout(pp=4), options)
     (1059.75, 1075.5)
     """
-    problem = _problem(lengths, layout, options, cost_model, owners)
+    problem, options = _problem(lengths, layout, options, cost_model, owners, memory_model)
     return lower_bounds(problem, layout, options)
 
 
@@ -215,7 +234,9 @@ def _problem(
     options: BatchingOptions,
     cost_model: CostModel | None,
     owners: Sequence[int] | None,
-) -> PackingProblem:
+    memory_model: MemoryModel | None,
+) -> tuple[PackingProblem, BatchingOptions]:
+    """The problem, and the options with the cap that follows from a memory limit."""
     for name, value, kind in (("layout", layout, Layout), ("options", options, BatchingOptions)):
         if not isinstance(value, kind):
             raise ValueError(f"{name}={shortened(value)} must be a {kind.__name__}")
@@ -223,13 +244,38 @@ def _problem(
     check_size(len(lengths), layout, options)
     model = cost_model if cost_model is not None else uniform_cost_model(layout)
     model.check_layout(layout)
-    return PackingProblem(gather_items(lengths, layout, options, owners), layout, options, model)
+    options, memory = limited(options, layout, memory_model, lengths)
+    items = gather_items(lengths, layout, options, owners)
+    return PackingProblem(items, layout, options, model, memory), options
 
 
 def _search(
     problem: PackingProblem, layout: Layout, options: BatchingOptions
 ) -> tuple[_Found, float]:
     """The best plan found, and the step time that none can beat.
+
+    Where a memory limit is not kept by it, lower caps are tried, down to the longest item.
+    """
+    found, bound = _search_once(problem, layout, options)
+    if problem.memory is None or found.fits:
+        return found, bound
+    tried = [found]
+    least = float(problem.weights.max())
+    for share in LOWER_CAPS:
+        narrower = problem.capped(max(least, problem.cap * share))
+        found, _ = _search_once(narrower, layout, options)
+        if found.fits:
+            return found, bound
+        tried.append(found)
+    found = min(tried, key=lambda found: max(found.peak_bytes))
+    held = problem.held(found.group, found.features, found.deferrals)
+    raise no_plan(problem.memory, held, problem.items.lengths)
+
+
+def _search_once(
+    problem: PackingProblem, layout: Layout, options: BatchingOptions
+) -> tuple[_Found, float]:
+    """The best plan under the problem's cap, and the step time that none can beat.
 
     With weight gradients in the gaps other cuts are best, but the search only estimates how well
     they fill; so the best cut without them is tried too, with and without. Putting off has to gain
@@ -241,12 +287,19 @@ def _search(
         whole = problem.judged(False)
         cut = _cut(Search(whole, layout, options))
         other = _filled(whole, options, *cut)
-        if least_deferred_step_time(problem.model, layout, cut[0], cut[2]) < best.step_time:
-            best = min(best, _filled(problem, options, *cut), key=attrgetter("step_time"))
+        least = least_deferred_step_time(problem.model, layout, cut[0], cut[2])
+        if least < best.step_time or not best.fits:
+            best = min(best, _filled(problem, options, *cut), key=_worth)
         margin = 0.0 if best.deferrals[0] is None else LEAST_GAIN
-        if best.step_time > other.step_time * (1 - margin):
+        gains = best.step_time > other.step_time * (1 - margin)
+        if other.fits and (gains or not best.fits):
             best = other
     return best, first.bound
+
+
+def _worth(found: _Found) -> tuple[bool, float]:
+    """Lower is better: what keeps the memory limit, then what is faster."""
+    return not found.fits, found.step_time
 
 
 def _cut(search: Search) -> tuple[int | None, list[Packing], list[np.ndarray]]:
@@ -264,12 +317,15 @@ def _filled(
 ) -> _Found:
     """What comes of these micro-batches, weight gradients in the gaps where they may be."""
     deferrals, step_time = _deferrals(problem, options, group, features)
+    held = problem.held(group, features, deferrals)
     return _Found(
         group=group,
         packings=packings,
         features=features,
         deferrals=deferrals,
         step_time=step_time,
+        peak_bytes=tuple(rank.total for rank in held),
+        fits=problem.memory is None or problem.memory.keeps(held),
     )
 
 
@@ -282,7 +338,16 @@ def _deferrals(
     """Of each replica, where its weight gradients run, and the step; features [M, 3] of each."""
     model, layout = problem.model, problem.layout
     if problem.deferred:
-        return find_deferrals(model, layout, group, features, options.max_tokens_in_flight)
+        limit = options.max_tokens_in_flight
+        found = find_deferrals(model, layout, group, features, limit)
+        if problem.memory is None or problem.keeps_memory(group, features, found[0]):
+            return found
+        # What is put off takes too much: less of it, and in the end nothing.
+        most = limit or most_tokens_in_flight(layout, group, features)
+        for share in LESS_IN_FLIGHT:
+            found = find_deferrals(model, layout, group, features, max(1, int(share * most)))
+            if problem.keeps_memory(group, features, found[0]):
+                return found
     step_time = slowest_step_time(model, layout, group, features, forward_only=options.forward_only)
     return [None] * len(features), step_time
 

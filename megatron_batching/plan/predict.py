@@ -59,6 +59,9 @@ class Prediction:
     gradient, over the replicas; a chunk of vpp counts 1 / vpp of its tokens."""
     unit: str = "token"
     """The cost model's unit of time."""
+    peak_bytes: tuple[float, ...] = ()
+    """For each pp rank: the most bytes that it holds, over the replicas. Empty where memory is not
+    limited."""
 
 
 def make_schedule(
@@ -289,6 +292,7 @@ def predict(
     forward_only: bool,
     deferrals: Sequence[Deferral | None] | None = None,
     step_time: float | None = None,
+    peak_bytes: tuple[float, ...] = (),
 ) -> Prediction:
     """Simulate every replica.
 
@@ -301,6 +305,7 @@ def predict(
         forward_only: the pass has no backward.
         deferrals: of each replica; none by default.
         step_time: of the slowest replica, where it is known.
+        peak_bytes: to be reported.
     """
     if step_time is None:
         step_time = slowest_step_time(
@@ -323,6 +328,21 @@ def predict(
         bubble_fraction=max(0.0, 1.0 - busy / (len(features) * layout.pp * step_time)),
         peak_tokens_in_flight=tuple(peaks.tolist()),
         unit=model.unit,
+        peak_bytes=peak_bytes,
+    )
+
+
+def most_tokens_in_flight(
+    layout: Layout, group: int | None, features: Sequence[np.ndarray]
+) -> float:
+    """The most that any rank of any replica holds without deferral; features [M, 3] of each."""
+    return max(
+        float(
+            _peak_tokens(
+                make_schedule(layout, group, len(rows), forward_only=False), rows[None, :, 1]
+            ).max()
+        )
+        for rows in features
     )
 
 

@@ -374,7 +374,7 @@ class Search:
             ):
                 plain = self.problem.features(packing)
                 loads = self.problem.model.load(plain, self.problem.forward_only)
-                for order in _orders(loads, self.layout.pp)[: 1 if quick else None]:
+                for order in self._orders(loads)[: 1 if quick else None]:
                     owners.append(rank)
                     packings.append(packing)
                     features.append(plain[order])
@@ -393,6 +393,11 @@ class Search:
             )
             for rank, i in best.items()
         ]
+
+    def _orders(self, loads: np.ndarray) -> list[np.ndarray]:
+        orders = _orders(loads, self.layout.pp)
+        # Large beside small ones make what is in flight together the same at all times.
+        return orders if self.problem.memory is None else [*orders, alternating(loads)]
 
     def _packings(self, share: np.ndarray, count: int, num_tapers: int) -> list[Packing]:
         if self.problem.padded or len(share) <= count:
@@ -430,6 +435,20 @@ def next_rung(count: int) -> int:
     while rung <= count:
         rung = max(rung + 1, int(rung * COUNT_LADDER))
     return rung
+
+
+def alternating(loads: np.ndarray) -> np.ndarray:
+    """Order in which the smallest follows the largest, and so on with those that are left.
+
+    >>> alternating(np.array([5, 1, 4, 2, 3])).tolist()
+    [0, 1, 2, 3, 4]
+    """
+    descending = np.argsort(-loads, kind="stable")
+    count = len(loads)
+    order = np.empty(count, dtype=np.int64)
+    order[::2] = descending[: -(-count // 2)]
+    order[1::2] = descending[-(-count // 2) :][::-1]
+    return order
 
 
 def _orders(loads: np.ndarray, pp: int) -> list[np.ndarray]:

@@ -29,6 +29,8 @@ CASES: dict[str, dict[str, Any]] = {
     "attention again": dict(layout=dict(pp=2), transformer={**GATED, **ATTENTION}),
     "layers again": dict(layout=dict(pp=2), transformer={**GATED, **FULL}, tie_embeddings=True),
     "experts": dict(layout=dict(pp=2), transformer=EXPERTS),
+    "experts, ep 2": dict(layout=dict(ep=2), transformer=EXPERTS),
+    "tp 2": dict(layout=dict(tp=2), transformer=GATED, hidden_size=128, num_layers=6),
 }
 
 
@@ -43,3 +45,16 @@ def test_bytes_are_foretold(pools: Pools, name: str) -> None:
         for kind in step_memory.FIXED:
             assert row.ratio(kind) == pytest.approx(1.0, abs=0.05), row.describe()
         assert row.ratio("peak") == pytest.approx(1.0, abs=0.1), row.describe()
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_steps_under_a_limit_stay_under_it(pools: Pools, vpp: int) -> None:
+    model = ModelConfig(
+        num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=384, transformer=GATED
+    )
+    layout = dict(pp=2, vpp=vpp)
+    rows, _ = pools[2].run(step_memory.measure_limited, model, layout, LENGTHS, 0.8)
+    for row in rows:
+        assert row.measured <= row.limit
+        assert row.foretold <= row.limit < row.without
+    assert max(row.measured for row in rows) < rows[0].measured_without
