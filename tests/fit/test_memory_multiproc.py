@@ -38,7 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
 def test_bytes_are_foretold(pools: Pools, name: str) -> None:
     case = dict(CASES[name])
     layout = case.pop("layout")
-    model = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=384, **case)
+    sizes = dict(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=384)
+    model = ModelConfig(**{**sizes, **case})
     rows, *others = pools[2].run(step_memory.measure, name, model, layout, LENGTHS, BATCHING)
     assert all(other == rows for other in others)
     for row in rows:
