@@ -1,12 +1,13 @@
 """What it is worth to move layers between stages: equal stages against the split that is found.
 
 Run: python -m megatron_batching.studies.layer_splits [--model NAME ...] [--lengths NAME ...]
-     [--deferred]
+     [--deferred] [--costs FOLDER]
 
 A split is searched for on one mini-batch of a built-in distribution, and judged on others that
 were drawn with other seeds: each is planned for equal stages and for the split, by the FLOP of the
 model, and the steps are set against one another. Llama 3 70B at pp 8 x vpp 5 is set against the
-split that Megatron-Bridge's recipe for it writes by hand, too. The last line is JSON.
+split that Megatron-Bridge's recipe for it writes by hand, too. `--costs` leaves the costs of both
+splits as files, by which `bench --compute paced --cost FILE` runs them. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import geometric_mean
 from types import SimpleNamespace
 
@@ -31,6 +33,7 @@ from megatron_batching.plan import (
 )
 from megatron_batching.plan.stages import LAYOUT_OPTION, Stage, pipeline_stages
 from megatron_batching.program import run as run_program
+from megatron_batching.schedules.files import check_folder
 from megatron_batching.studies.plan_quality import TOKEN_CAPS
 
 DP = 2
@@ -92,8 +95,10 @@ def judge(
     ]
 
 
-def compare(name: str, pp: int, vpp: int, lengths: str, deferred: bool) -> SplitRow:
-    """Search on one seed, judge on others."""
+def compare(
+    name: str, pp: int, vpp: int, lengths: str, deferred: bool, folder: Path | None
+) -> SplitRow:
+    """Search on one seed, judge on others; costs of both splits go into the folder."""
     layout = Layout(pp=pp, vpp=vpp, dp=DP)
     sizes = SimpleNamespace(**named_model(name))
     costs = StageCosts(sizes, layout, vocab_size=sizes.vocab_size)
@@ -109,8 +114,13 @@ def compare(name: str, pp: int, vpp: int, lengths: str, deferred: bool) -> Split
     started = time.perf_counter()
     split = split_layers(costs, searched, options)
     search_s = time.perf_counter() - started
+    equal = pipeline_stages(sizes, layout)
+    if folder is not None:
+        for kind, stages in (("even", equal), ("split", split.stages)):
+            file = folder / f"{name}-pp{pp}-vpp{vpp}-{lengths}-{kind}.json"
+            file.write_text(json.dumps(costs.model(stages).to_json()))
     found = judge(costs, split.stages, judged, options)
-    even = judge(costs, pipeline_stages(sizes, layout), judged, options)
+    even = judge(costs, equal, judged, options)
     gains = [a / b for a, b in zip(even, found, strict=True)]
     by_hand = BY_HAND.get((name, pp, vpp))
     over_by_hand = None
@@ -155,12 +165,16 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=tuple(NAMED_MODELS))
     parser.add_argument("--lengths", action="append", choices=tuple(TOKEN_CAPS))
     parser.add_argument("--deferred", action="store_true", help="weight gradients in the gaps")
+    parser.add_argument("--costs", type=Path, metavar="FOLDER", help="write cost files into it")
     arguments = parser.parse_args()
+    if arguments.costs is not None:
+        check_folder(arguments.costs, "--costs")
+        arguments.costs.mkdir(parents=True, exist_ok=True)
     rows = []
     for name in arguments.model or NAMED_MODELS:
         for pp, vpp in PIPELINES[name]:
             for lengths in arguments.lengths or LENGTHS:
-                rows.append(compare(name, pp, vpp, lengths, arguments.deferred))
+                rows.append(compare(name, pp, vpp, lengths, arguments.deferred, arguments.costs))
                 print(json.dumps(asdict(rows[-1])), flush=True)
     print(table(rows))
     told = [asdict(row) for row in rows]
