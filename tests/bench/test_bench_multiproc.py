@@ -158,6 +158,7 @@ EVENTS = {
     "training": {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"},
     "step": {
         "measured_s": "step_time_s",
+        "schedule_s": "schedule_time_s",
         "predicted_token": "predicted_step_time",
         "tokens_per_s": "tokens_per_s",
         "bubble_fraction": "bubble_fraction",
