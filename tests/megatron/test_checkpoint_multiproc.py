@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.programs import checkpoint_run
 from tests.support.launch import torchrun
+from tests.support.process_pool import Pools
 
 EXPERTS: dict[str, Any] = dict(
     biases=False,
@@ -23,44 +25,42 @@ EXPERTS: dict[str, Any] = dict(
 )
 
 
-def run(world_size: int, **arguments: Any) -> dict[str, Any]:
-    torchrun(world_size, "-m", "tests.programs.checkpoint_run", json.dumps(arguments))
-    return torch.load(arguments["output"])
+def run(pools: Pools, world_size: int, **arguments: Any) -> dict[str, Any]:
+    return pools[world_size].run(checkpoint_run.trained, **arguments)[0]
 
 
-def five_steps(directory: Path, *, biases: bool) -> dict[str, Any]:
+def five_steps(pools: Pools, directory: Path, *, biases: bool) -> dict[str, Any]:
     """Five steps on pp 2, with a checkpoint after the third."""
     result = run(
+        pools,
         2,
         layout={"pp": 2},
         biases=biases,
         steps=[1, 2, 3, 4, 5],
         save_at=3,
         save=str(directory / "step3"),
-        output=str(directory / "out.pt"),
     )
     return {**result, "path": str(directory / "step3")}
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return five_steps(tmp_path_factory.mktemp("checkpoint"), biases=True)
+def original(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return five_steps(pools, tmp_path_factory.mktemp("checkpoint"), biases=True)
 
 
 @pytest.fixture(scope="module")
-def without_biases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return five_steps(tmp_path_factory.mktemp("without_biases"), biases=False)
+def without_biases(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return five_steps(pools, tmp_path_factory.mktemp("without_biases"), biases=False)
 
 
 def test_same_layout_goes_on_bit_for_bit(original: Any, tmp_path: Path) -> None:
-    resumed = run(
-        2,
-        layout={"pp": 2},
-        biases=True,
-        steps=[4, 5],
-        load=original["path"],
-        output=str(tmp_path / "out.pt"),
+    """In processes that know nothing but the files."""
+    output = tmp_path / "out.pt"
+    arguments = dict(
+        layout={"pp": 2}, biases=True, steps=[4, 5], load=original["path"], output=str(output)
     )
+    torchrun(2, "-m", "tests.programs.checkpoint_run", json.dumps(arguments))
+    resumed = torch.load(output)
     assert resumed["losses"] == original["losses"][3:]
     for name, weight in original["weights"].items():
         assert torch.equal(resumed["weights"][name], weight), name
@@ -71,7 +71,7 @@ def test_same_layout_goes_on_bit_for_bit(original: Any, tmp_path: Path) -> None:
     [{}, {"dp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "dp": 2}],
     ids=["pp1", "dp2", "pp2-vpp2", "pp2-dp2"],
 )
-def test_another_layout_goes_on_alike(without_biases: Any, tmp_path: Path, layout: Any) -> None:
+def test_another_layout_goes_on_alike(pools: Pools, without_biases: Any, layout: Any) -> None:
     """Losses and every weight to 1e-5, for a model whose weights all have a gradient.
 
     The bias of the keys has none: it adds the same to all scores of a query, which softmax takes
@@ -79,12 +79,12 @@ def test_another_layout_goes_on_alike(without_biases: Any, tmp_path: Path, layou
     that were never cut, on pp 1 and pp 2, move it apart as much as the learning rate allows.
     """
     resumed = run(
+        pools,
         layout.get("pp", 1) * layout.get("dp", 1),
         layout=layout,
         biases=False,
         steps=[4, 5],
         load=without_biases["path"],
-        output=str(tmp_path / "out.pt"),
     )
     assert resumed["losses"] == pytest.approx(without_biases["losses"][3:], rel=1e-5)
     for name, weight in without_biases["weights"].items():
@@ -93,17 +93,17 @@ def test_another_layout_goes_on_alike(without_biases: Any, tmp_path: Path, layou
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def experts(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two steps of a model with experts on two expert-parallel ranks, saved after the first."""
     directory = tmp_path_factory.mktemp("experts")
     result = run(
+        pools,
         2,
         layout={"dp": 2, "ep": 2},
         **EXPERTS,
         steps=[1, 2],
         save_at=1,
         save=str(directory / "step1"),
-        output=str(directory / "out.pt"),
     )
     return {**result, "path": str(directory / "step1")}
 
@@ -117,14 +117,14 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ],
     ids=["pp2", "dp2", "dp4-ep4"],
 )
-def test_experts_go_on_with_another_ep(experts: Any, tmp_path: Path, layout: Any) -> None:
+def test_experts_go_on_with_another_ep(pools: Pools, experts: Any, layout: Any) -> None:
     resumed = run(
+        pools,
         layout.get("pp", 1) * layout.get("dp", 1),
         layout=layout,
         **EXPERTS,
         steps=[2],
         load=experts["path"],
-        output=str(tmp_path / "out.pt"),
     )
     assert resumed["losses"] == pytest.approx(experts["losses"][1:], rel=1e-5)
     assert set(resumed["weights"]) == set(experts["weights"])
@@ -133,17 +133,10 @@ def test_experts_go_on_with_another_ep(experts: Any, tmp_path: Path, layout: Any
         assert error < 1e-5, name
 
 
-def test_another_layout_reads_the_same_weights(original: Any, tmp_path: Path) -> None:
+def test_another_layout_reads_the_same_weights(pools: Pools, original: Any) -> None:
     read = [
-        run(
-            2,
-            layout=layout,
-            biases=True,
-            steps=[],
-            load=original["path"],
-            output=str(tmp_path / f"{i}.pt"),
-        )
-        for i, layout in enumerate(({"pp": 2}, {"dp": 2}))
+        run(pools, 2, layout=layout, biases=True, steps=[], load=original["path"])
+        for layout in ({"pp": 2}, {"dp": 2})
     ]
     for name, weight in read[0]["weights"].items():
         assert torch.equal(read[1]["weights"][name], weight), name

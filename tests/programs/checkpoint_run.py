@@ -1,4 +1,4 @@
-"""Trains from one checkpoint to another; what `test_checkpoint_multiproc.py` starts with torchrun.
+"""Trains from one checkpoint to another: in a worker of a pool, or in processes of its own.
 
 Command: torchrun --nproc-per-node 2 -m tests.programs.checkpoint_run '{"layout": {"pp": 2}, ...}'
 """
@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_batching.data import synthetic_mini_batch
 from megatron_batching.engine.registry import new_engine
@@ -22,18 +23,18 @@ from tests.support.gpt_cases import MODEL, SEED
 LENGTHS = (40, 3, 17, 64, 9, 22, 5, 31, 12, 50)
 
 
-def main(
+def trained(
     *,
     layout: dict[str, int],
     steps: list[int],
-    output: str,
     biases: bool,
     load: str | None = None,
     save_at: int | None = None,
     save: str | None = None,
     transformer: dict[str, Any] | None = None,
     ddp: dict[str, Any] | None = None,
-) -> None:
+) -> dict[str, Any]:
+    """Losses of the steps and all weights after them, from `load` if it is given."""
     placement = initialize(Layout(**layout), device="cpu")
     settings = OptimizerSettings(
         lr=1e-2, lr_warmup_steps=2, lr_decay_steps=8, lr_decay_style="cosine", weight_decay=0.1
@@ -58,9 +59,14 @@ def main(
         losses.append(engine.train_batch(batch).loss)
         if step == save_at:
             engine.save_checkpoint(save)
-    weights = dict(engine.get_per_tensor_param())
-    if placement.rank == 0:
-        torch.save({"losses": losses, "weights": weights}, output)
+    return {"losses": losses, "weights": dict(engine.get_per_tensor_param())}
+
+
+def main(*, output: str, **arguments: Any) -> None:
+    """Rank 0 writes what came of it."""
+    found = trained(**arguments)
+    if dist.get_rank() == 0:
+        torch.save(found, output)
     shut_down()
 
 
