@@ -152,7 +152,7 @@ def settings_of(choice: Choice) -> dict[str, str]:
     return {
         "megatron-batching, the config of `train`": _own_config(choice),
         "Megatron-LM arguments": " ".join(_megatron_arguments(choice)),
-        "verl overrides": " \\\n".join(_verl_overrides(choice)),
+        "verl overrides": " \\\n".join(verl_overrides(choice)),
         "Megatron-Bridge fields": "\n".join(_bridge_fields(choice)),
     }
 
@@ -216,7 +216,7 @@ def _quoted(value: Any) -> str:
     return f"'{value}'" if isinstance(value, str) else str(value)
 
 
-def _verl_overrides(choice: Choice) -> list[str]:
+def verl_overrides(choice: Choice) -> list[str]:
     """Of verl 0.9.1's actor; its configs know the keys without `+`."""
     layout, actor = choice.layout, "actor_rollout_ref.actor"
     sizes = {

@@ -224,6 +224,34 @@ def choose_layout(lengths: Sequence[int], sizes: ModelSizes, request: TuneReques
     return Tuning(ranked=tuple(ranked), ruled_out=tuple(ruled_out), estimates=tuple(estimates))
 
 
+def judge_layout(
+    lengths: Sequence[int],
+    sizes: ModelSizes,
+    layout: Layout,
+    request: TuneRequest,
+    *,
+    max_tokens_per_gpu: int,
+) -> Choice | RuledOut:
+    """What one layout comes to as it is: with the split and the recompute that `sizes` name.
+
+    Args:
+        lengths: of one global mini-batch.
+        sizes: of the model.
+        layout: all sizes of the run.
+        request: GPUs and their kind; its sizes to try are not read.
+        max_tokens_per_gpu: the cap; raised to the longest sample, which would run alone.
+
+    Raises:
+        ValueError: the layers cannot be split so.
+    """
+    way: Recompute = "none"
+    if sizes.recompute_granularity is not None:
+        way = "full" if sizes.recompute_granularity == "full" else "selective"
+    stages = tuple(pipeline_stages(sizes, layout))
+    trial = _Trial(lengths, sizes, layout, replace(request, recompute=(way,)))
+    return trial.as_it_is(stages, max(max_tokens_per_gpu, -(-trial.longest // layout.cp)))
+
+
 def layouts_of(sizes: ModelSizes, request: TuneRequest) -> Iterator[Layout]:
     """Layouts that divide the model and fill the GPUs."""
     experts = sizes.num_moe_experts or 1
@@ -351,6 +379,17 @@ class _Trial:
                     return self._choice(costs, stages, plan, peaks)
                 why = self._too_much(peaks, f"recompute {self.way} and {cap} tokens a micro-batch")
         return RuledOut(layout=self.layout, reason=why, kind="memory")
+
+    def as_it_is(self, stages: tuple[Stage, ...], cap: int) -> Choice | RuledOut:
+        """The whole mini-batch planned with these stages and this cap."""
+        costs = self._costs(self.way)
+        options = self._options(cap, FINAL_BUDGET)
+        plan = plan_mini_batch(self.lengths, self.layout, options, costs.model(stages))
+        peaks = peak_bytes(self._memory(self.way, stages), [plan])
+        if peaks.max() > self.request.memory_bytes:
+            why = self._too_much(peaks, f"recompute {self.way} and {cap} tokens a micro-batch")
+            return RuledOut(layout=self.layout, reason=why, kind="memory")
+        return self._choice(costs, stages, plan, peaks)
 
     def _choice(
         self,
