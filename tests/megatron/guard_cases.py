@@ -19,7 +19,7 @@ import torch
 from torch.distributed import TCPStore
 
 from megatron_batching.megatron.nccl_faults import WORDS
-from megatron_batching.megatron.parallel import initialize
+from megatron_batching.megatron.parallel import initialize, shut_down
 from megatron_batching.megatron.run_guard import RunGuard
 from megatron_batching.megatron.world import process_groups
 from megatron_batching.plan import Layout
@@ -39,6 +39,7 @@ class End(NamedTuple):
 
 def limits_of_groups(timeout_s: float) -> list[float]:
     """How long an operation of each group waits, of the world's and of Megatron's."""
+    shut_down()  # a group that was there before tells what it was made with
     initialize(Layout(pp=2), device="cpu", timeout_s=timeout_s)
     cpu = torch.device("cpu")
     # Nothing public tells it (torch 2.13).
