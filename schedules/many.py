@@ -125,7 +125,7 @@ def simulate_many_deferred(
         # [pp, ops a rank, C] of each op: what comes after it, then its own weight gradient.
         rest = np.zeros_like(work)
         np.cumsum(work[:, :0:-1], axis=1, out=rest[:, -2::-1])
-        flat = rest.reshape(-1, rest.shape[-1])
+        flat = rest.reshape(work.shape[0] * work.shape[1], work.shape[2])
         flat[of_backwards] += _table(weight_gradient[part])[weights]
         rest += values[graph.op_nodes]
         last = values[graph.op_nodes[:, -1]].max(axis=0)
@@ -157,8 +157,9 @@ def _work_rows(schedule: PipelineSchedule) -> tuple[IntArray, IntArray, IntArray
 
 
 def _table(times: FloatArray) -> FloatArray:
-    """Times [C, M, S] as [M * S, C]."""
-    return np.moveaxis(times, 0, -1).reshape(-1, len(times))
+    """Times [C, M, S] as [M * S, C], of no candidate, too."""
+    num_candidates, num_micro_batches, num_stages = times.shape
+    return np.moveaxis(times, 0, -1).reshape(num_micro_batches * num_stages, num_candidates)
 
 
 def _op_ends(
