@@ -130,19 +130,26 @@ def _scribble(module: Any, args: Any, output: torch.Tensor) -> None:
 def wrong_shape() -> str:
     """The first rank makes a micro-batch shorter than planned: its error message.
 
-    The second rank has taken what came before, and asks for no more.
+    The second rank takes what came before, says so, and asks for no more: what has not arrived
+    when the first rank fails would be lost with it.
     """
     placement = initialize(Layout(pp=2), device="cpu")
     model = build_paced_model(placement)
     count = 2 if placement.pp_rank == 0 else 1
     schedule = PipelineSchedule(pp=2, num_micro_batches=count, forward_only=True)
     step = PacedStep(schedule=schedule, shapes=[(1, 4), (1, 6)][:count])
+
+    def shortened(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if output.shape[0] != 6:
+            return output
+        torch.distributed.recv(torch.empty(1), 1)
+        return output[1:]
+
     if placement.pp_rank == 0:
-        model.chunks[0].register_forward_hook(
-            lambda module, args, output: output[1:] if output.shape[0] == 6 else output
-        )
+        model.chunks[0].register_forward_hook(shortened)
     try:
         run_paced_step(model, step)
+        torch.distributed.send(torch.empty(1), 0)
     except RuntimeError as error:
         return str(error)
     return ""
