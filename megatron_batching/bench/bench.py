@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_batching.bench.machine import machine
+from megatron_batching.bench.machine import machine, take_precedence
 from megatron_batching.bench.outputs import TIMELINE
 from megatron_batching.bench.settings import BenchConfig
 from megatron_batching.megatron.config import world_size_from_environment
@@ -37,7 +37,7 @@ def run_bench(config: BenchConfig) -> None:
     if "verl" in config.methods and has_verl():
         import verl.utils.seqlen_balancing  # noqa: F401  (takes long, and is not to be timed)
     if config.realtime and config.compute == "paced":
-        _take_precedence()
+        take_precedence("realtime=true")
     rank = int(os.environ.get("RANK", "0"))
     console = Console(quiet=rank != 0, highlight=False)
     if not console.is_terminal:
@@ -67,12 +67,3 @@ def run_bench(config: BenchConfig) -> None:
 def _check_folder(config: BenchConfig) -> None:
     check_folder(config.output_dir, "output_dir")
     check_picture(Path(config.output_dir, TIMELINE))
-
-
-def _take_precedence() -> None:
-    try:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
-    except (AttributeError, PermissionError):
-        raise ValueError(
-            "realtime=true needs root on Linux: leave it out, and keep the machine quiet"
-        ) from None

@@ -30,7 +30,9 @@ from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.recorder import MessageLog
 from megatron_batching.plan import (
     BatchingOptions,
+    CostModel,
     Layout,
+    MicroBatchPlan,
     load_cost_model,
     transformer_cost_model,
 )
@@ -84,25 +86,15 @@ class PacedCompute:
 
     def warm_up(self, method: Method) -> None:
         """Run once without sleeping."""
-        self._run(method, times=None)
+        self._run(method, None)
 
     def run(self, method: Method) -> Step:
         """Run one step."""
-        features = method.plan.features(self.placement.dp_rank)
-        forward, backward = self._told.times(features)
-        weight = self._told.weight_gradient_times(features)
-        times = StageTimes(forward=forward, backward=backward, weight_gradient=weight)
-        return self._run(method, times)
+        return self._run(method, self._told)
 
-    def _run(self, method: Method, times: StageTimes | None) -> Step:
-        plan, dp_rank = method.plan, self.placement.dp_rank
-        batches = plan.replicas[dp_rank].micro_batches
-        step = PacedStep(
-            schedule=plan.schedule(dp_rank),
-            times=times,
-            deferral=plan.replicas[dp_rank].deferral,
-            shapes=[(1, 1 + batch.tokens // TOKENS_PER_VALUE) for batch in batches],
-        )
+    def _run(self, method: Method, told: CostModel | None) -> Step:
+        dp_rank = self.placement.dp_rank
+        step = paced_step(method.plan, dp_rank, told)
         log = MessageLog()
         result = run_paced_step(
             self._model, step, planned_shapes=method.planned_shapes, messages=log
@@ -112,6 +104,22 @@ class PacedCompute:
             events=_described(result.events, method, dp_rank),
             messages=log.steps[-1],
         )
+
+
+def paced_step(plan: MicroBatchPlan, dp_rank: int, told: CostModel | None) -> PacedStep:
+    """One replica's part of a plan, for stages that sleep as `told`; without it for none at all."""
+    replica, times = plan.replicas[dp_rank], None
+    if told is not None:
+        features = plan.features(dp_rank)
+        forward, backward = told.times(features)
+        weight = told.weight_gradient_times(features)
+        times = StageTimes(forward=forward, backward=backward, weight_gradient=weight)
+    return PacedStep(
+        schedule=plan.schedule(dp_rank),
+        times=times,
+        deferral=replica.deferral,
+        shapes=[(1, 1 + batch.tokens // TOKENS_PER_VALUE) for batch in replica.micro_batches],
+    )
 
 
 class GptCompute:

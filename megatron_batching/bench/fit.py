@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from megatron_batching.bench.recording import Recording
 from megatron_batching.plan import CostModel
 from megatron_batching.plan.cost import read_yaml
-from megatron_batching.plan.fit import OpTimes, StageFit, fit_times
+from megatron_batching.plan.fit import OpTimes, StageFit, fit_times, op_seconds
 from megatron_batching.schedules import Op
 from megatron_batching.schedules.files import one_line, write_text
 
@@ -86,13 +86,14 @@ def _op_seconds(recording: Recording) -> dict[tuple[int, int, Op], float]:
     timeline = recording.timeline
     between = recording.bubble_by_cause()["host"] * len(timeline.rows)
     between *= timeline.step_time_s / len(timeline.events)
-    found: dict[tuple[int, int, Op], float] = defaultdict(float)
+    spans: dict[tuple[int, int], list[tuple[Op, float]]] = defaultdict(list)
     for event in timeline.events:
-        found[event.dp_rank, event.pp_rank, event.op] += event.duration_s + between
-        if event.op.kind == "W":
-            backward = event.op._replace(kind="B")
-            found[event.dp_rank, event.pp_rank, backward] += event.duration_s + between
-    return found
+        spans[event.dp_rank, event.pp_rank].append((event.op, event.duration_s + between))
+    return {
+        (*rank, op): seconds
+        for rank, of_rank in spans.items()
+        for op, seconds in op_seconds(of_rank).items()
+    }
 
 
 def fit_cost_model(

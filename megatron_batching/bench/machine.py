@@ -1,4 +1,4 @@
-"""What ran where: the machine's part of every benchmark's report."""
+"""What ran where: the machine's part of every benchmark's report, and a place before its others."""
 
 from __future__ import annotations
 
@@ -31,6 +31,23 @@ def machine() -> dict[str, Any]:
         "versions": {package: _version(package) for package in PACKAGES},
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def take_precedence(option: str) -> None:
+    """Run before all other work of the machine; for ranks that sleep most of the time.
+
+    Args:
+        option: what asks for it, for the error.
+
+    Raises:
+        ValueError: the system does not allow it.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+    except (AttributeError, PermissionError):
+        raise ValueError(
+            f"{option} needs root on Linux: leave it out, and keep the machine quiet"
+        ) from None
 
 
 def _version(package: str) -> str:

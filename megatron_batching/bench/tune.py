@@ -102,17 +102,22 @@ def run_tune(
     if as_json:
         print(json.dumps(tuning.to_json()))
         return tuning
+    best = best_of(tuning, request)
+    print("\n".join([*_table(tuning, request), "", *_ruled_out_lines(tuning.ruled_out), ""]))
+    for title, text in settings_of(best).items():
+        print(f"--- {title}\n{text}\n")
+    return tuning
+
+
+def best_of(tuning: Tuning, request: TuneRequest) -> Choice:
+    """The first of the ranking; ValueError where nothing fits."""
     if not tuning.ranked:
         raise ValueError(
             f"no layout of {request.gpus} GPUs fits into {request.memory_bytes / GIB:.0f} GiB; of "
             f"the first tried: {tuning.ruled_out[0].reason}; allow more GPUs or larger ones, or "
             "shorter samples"
         )
-    print("\n".join([*_table(tuning, request), "", *_ruled_out_lines(tuning.ruled_out), ""]))
-    best = tuning.ranked[0]
-    for title, text in settings_of(best).items():
-        print(f"--- {title}\n{text}\n")
-    return tuning
+    return tuning.ranked[0]
 
 
 def _table(tuning: Tuning, request: TuneRequest) -> list[str]:

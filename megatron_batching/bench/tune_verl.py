@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_batching.bench.tune import verl_overrides
+from megatron_batching.bench.tune import best_of, verl_overrides
 from megatron_batching.fit import ModelSizes
 from megatron_batching.fit.choose import (
     Choice,
@@ -172,12 +172,7 @@ def run_tune_verl(
     cap = job.cap(max(lengths))
     today = judge_layout(lengths, job.sizes(sizes), job.layout, request, max_tokens_per_gpu=cap)
     tuning = choose_layout(lengths, sizes, request)
-    if not tuning.ranked:
-        raise ValueError(
-            f"no layout of {request.gpus} GPUs fits into {request.memory_bytes / GIB:.0f} GiB; of "
-            f"the first tried: {tuning.ruled_out[0].reason}"
-        )
-    best = tuning.ranked[0]
+    best = best_of(tuning, request)
     changes = job.changes(best)
     if as_json:
         told = {"today": today.to_json(), "changes": changes, **tuning.to_json()}

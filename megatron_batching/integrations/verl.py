@@ -99,7 +99,7 @@ class PlannedBatches:
 
     def initialize(self) -> None:
         """As verl, with the settings checked first: a wrong one fails before a model is built."""
-        for name in ("settings", "_placement", "_learner"):
+        for name in ("settings", "_placement", "_learner", "_told_costs"):
             self.__dict__.pop(name, None)
         _LOG.info("micro-batches are planned: %s", self.settings)
         super().initialize()  # type: ignore[misc]
@@ -288,8 +288,11 @@ class PlannedBatches:
     @property
     def _cost_model(self) -> CostModel | None:
         """What the next mini-batch is planned by."""
-        if self._learner is not None:
-            return self._learner.model
+        return self._told_costs if self._learner is None else self._learner.model
+
+    @cached_property
+    def _told_costs(self) -> CostModel | None:
+        """What the settings name, read once."""
         cost, layout = self.settings.cost, self._placement.layout
         return None if cost is None else load_cost_model(cost, layout)
 

@@ -15,13 +15,15 @@ left of their backward (B) they add up to the time of the whole backward.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megatron_batching.plan.cost import CostModel
+from megatron_batching.schedules import Op
 
 OpTimes = dict[tuple[str, int], list[tuple[Any, float]]]
 """(kind of op, virtual stage) -> features and seconds of ops."""
@@ -113,6 +115,16 @@ def _without_negative(features: np.ndarray, seconds: np.ndarray, usable: list[in
                 least, best = error, np.zeros(features.shape[1])
                 best[chosen] = solved
     return best
+
+
+def op_seconds(spans: Iterable[tuple[Op, float]]) -> dict[Op, float]:
+    """Seconds of each op of one rank; what runs as W is a part of its B, the whole backward."""
+    found: dict[Op, float] = defaultdict(float)
+    for op, seconds in spans:
+        found[op] += seconds
+        if op.kind == "W":
+            found[op._replace(kind="B")] += seconds
+    return found
 
 
 def fit_times(times: OpTimes) -> tuple[CostModel, dict[str, list[StageFit]]]:

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from megatron_batching.plan.cost import CostModel
-from megatron_batching.plan.fit import OpTimes, fit_times
+from megatron_batching.plan.fit import OpTimes, fit_times, op_seconds
 from megatron_batching.plan.micro_batch_plan import MicroBatchPlan
 from megatron_batching.schedules import Op
 
@@ -45,6 +46,15 @@ class MeasuredStep:
     plan: MicroBatchPlan
     op_seconds: Mapping[tuple[int, int], Sequence[tuple[Op, float]]]
     span_s: float
+
+    @cached_property
+    def features(self) -> list[np.ndarray]:
+        """[M, 3] of each replica; steps are foretold many times, and rows padded once."""
+        return [self.plan.features(replica.dp_rank) for replica in self.plan.replicas]
+
+    def foretold_s(self, model: CostModel) -> float:
+        """The step as another model foretells it, in the model's unit."""
+        return self.plan.step_time(model, features=self.features)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +99,7 @@ def refit(current: CostModel, steps: Sequence[MeasuredStep]) -> Refit:
 
 def foretold_error(model: CostModel, steps: Sequence[MeasuredStep]) -> float:
     """Mean relative error of the steps' times as `model`, in seconds, foretells them."""
-    return float(np.mean([abs(s.plan.step_time(model) / s.span_s - 1.0) for s in steps]))
+    return float(np.mean([abs(s.foretold_s(model) / s.span_s - 1.0) for s in steps]))
 
 
 def measured_op_times(steps: Sequence[MeasuredStep]) -> OpTimes:
@@ -100,14 +110,9 @@ def measured_op_times(steps: Sequence[MeasuredStep]) -> OpTimes:
     found: OpTimes = defaultdict(list)
     for step in steps:
         layout = step.plan.layout
-        features = [step.plan.features(r.dp_rank).tolist() for r in step.plan.replicas]
+        features = [rows.tolist() for rows in step.features]
         for (dp_rank, pp_rank), ops in step.op_seconds.items():
-            whole: dict[Op, float] = defaultdict(float)
-            for op, seconds in ops:
-                whole[op] += seconds
-                if op.kind == "W":
-                    whole[op._replace(kind="B")] += seconds
-            for op, seconds in whole.items():
+            for op, seconds in op_seconds(ops).items():
                 key = op.kind, op.chunk * layout.pp + pp_rank
                 found[key].append((tuple(features[dp_rank][op.micro_batch]), seconds))
     return dict(found)
@@ -124,7 +129,7 @@ def _with_weight_gradients(
     if weight is None and current.weight_gradient is not None:
         whole = np.where(current.backward > 0, current.backward, 1.0)
         weight = fitted.backward * (current.weight_gradient / whole)
-    features = np.concatenate([s.plan.features(r.dp_rank) for s in steps for r in s.plan.replicas])
+    features = np.concatenate([rows for step in steps for rows in step.features])
     ratio = float(fitted.load(features).sum() / current.load(features).sum())
     return replace(fitted, weight_gradient=weight, piece_time=current.piece_time * ratio)
 
@@ -135,7 +140,7 @@ def _with_host_time(model: CostModel, steps: Sequence[MeasuredStep]) -> CostMode
 
     def foretold(op_time: float) -> float:
         longer = model.scaled(1.0, unit=model.unit, op_time=op_time)
-        return sum(step.plan.step_time(longer) for step in steps)
+        return sum(step.foretold_s(longer) for step in steps)
 
     low, at_low = 0.0, foretold(0.0)
     if at_low >= wanted:

@@ -176,16 +176,26 @@ class MicroBatchPlan:
             self.replicas[dp_rank].deferral,
         )
 
-    def step_time(self, model: CostModel, communication: Communication = COMMUNICATION) -> float:
+    def step_time(
+        self,
+        model: CostModel,
+        communication: Communication = COMMUNICATION,
+        features: Sequence[np.ndarray] | None = None,
+    ) -> float:
         """Simulated step of the slowest replica under another model, in the model's unit.
 
         It gives what `simulate` gives for each replica, in a hundredth of the time.
+
+        Args:
+            model: times of the ops.
+            communication: as for `simulate`.
+            features: `features` of each replica, for who asks often and has them.
         """
         return slowest_step_time(
             model,
             self.layout,
             self.group,
-            [self.features(replica.dp_rank) for replica in self.replicas],
+            features or [self.features(replica.dp_rank) for replica in self.replicas],
             forward_only=self.options.forward_only,
             deferrals=[replica.deferral for replica in self.replicas],
             communication=communication,

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_batching.bench.live_bytes import live_bytes, mark
+from megatron_batching.bench.live_bytes import least_peak, live_bytes, mark
 from megatron_batching.bench.machine import machine
 from megatron_batching.data import synthetic_mini_batch
 from megatron_batching.engine.pipeline import PipelineEngine
@@ -52,7 +52,6 @@ from megatron_batching.schedules import Deferral, PipelineSchedule
 SIZES = ((2, 1), (2, 2), (4, 1), (4, 2))  # pp, vpp
 SIDES = ("without", "deferred", "limited")
 LIMIT_SHARE = 0.75  # of the default limit
-ROUNDS = 3  # the least counts: on a busy machine gloo's threads let go of what was sent late
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "nothing": {},
     "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -210,11 +209,7 @@ def measure_layout(
     run("deferred")  # what the first step makes and keeps is not counted
     own = {}
     for side in SIDES:
-        peaks = []
-        for _ in range(ROUNDS):
-            engine.optimizer_zero_grad()
-            peaks.append(live_bytes(functools.partial(run, side)).peak)
-        own[side] = min(peaks)
+        own[side] = least_peak(functools.partial(run, side), engine.optimizer_zero_grad)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (engine.placement.pp_rank, own))
     return [

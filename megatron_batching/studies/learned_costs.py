@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,9 +23,10 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_batching.bench.machine import machine
+from megatron_batching.bench.compute import paced_step
+from megatron_batching.bench.machine import machine, take_precedence
 from megatron_batching.bench.paced_costs import measure_costs
-from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
+from megatron_batching.bench.paced_model import build_paced_model, run_paced_step
 from megatron_batching.data import MiniBatch, synthetic_mini_batch
 from megatron_batching.engine.costs import starting_costs
 from megatron_batching.engine.learning import CostLearner
@@ -42,10 +42,9 @@ from megatron_batching.plan import (
     read_lengths,
 )
 from megatron_batching.program import run as run_program
-from megatron_batching.schedules import Event, StageTimes
+from megatron_batching.schedules import Event
 
 SIDES = ("start", "learned", "right")
-TOKENS_PER_VALUE = 64  # paced messages are this much shorter
 LEARNING_SEED, JUDGING_SEED = 1, 2
 PACED = BatchingOptions(max_tokens_per_micro_batch=16_384, defer_weight_gradients=True)
 GPT = replace(PACED, max_tokens_per_micro_batch=512)
@@ -93,16 +92,7 @@ def paced_run(placement: Placement) -> Run:
     model, truth = build_paced_model(placement), true_costs(placement.layout)
 
     def run(plan: MicroBatchPlan, lengths: Sequence[int]) -> tuple[Sequence[Event], float]:
-        features = plan.features(placement.dp_rank)
-        forward, backward = truth.times(features)
-        weight = truth.weight_gradient_times(features)
-        replica = plan.replicas[placement.dp_rank]
-        step = PacedStep(
-            schedule=plan.schedule(placement.dp_rank),
-            times=StageTimes(forward=forward, backward=backward, weight_gradient=weight),
-            deferral=replica.deferral,
-            shapes=[(1, 1 + batch.tokens // TOKENS_PER_VALUE) for batch in replica.micro_batches],
-        )
+        step = paced_step(plan, placement.dp_rank, truth)
         dist.barrier()
         result = run_paced_step(model, step)
         return result.events, slowest(result.events[-1].end_s)
@@ -192,7 +182,7 @@ def main() -> None:
     parser.add_argument("--realtime", action="store_true", help="before all other work; as root")
     chosen = parser.parse_args()
     if chosen.realtime:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+        take_precedence("--realtime")
     layout = Layout(pp=chosen.pp, vpp=chosen.vpp, dp=world_size_from_environment() // chosen.pp)
     learning, judging = (
         mini_batches(layout, count, chosen.samples, seed)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_batching.bench.machine import machine
+from megatron_batching.bench.machine import machine, take_precedence
 from megatron_batching.bench.paced_costs import Costs, measure_costs
 from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
 from megatron_batching.megatron.parallel import Placement, initialize, shut_down
@@ -255,7 +254,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for results and pictures")
     options = parser.parse_args()
     if options.realtime:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+        take_precedence("--realtime")
     layouts = [(2, 1), (4, 2), (8, 1)] if options.quick else LAYOUTS
     repeats = 1 if options.quick else options.repeats
     results: list[PacedFigures] = []

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_batching.bench.live_bytes import live_bytes
+from megatron_batching.bench.live_bytes import ROUNDS, least_peak, live_bytes
 from megatron_batching.bench.machine import machine
 from megatron_batching.data import synthetic_mini_batch
 from megatron_batching.engine.pipeline import PipelineEngine
@@ -50,7 +50,6 @@ FULL: dict[str, Any] = {
     "recompute_num_layers": 1,
 }
 ATTENTION: dict[str, Any] = {"recompute_granularity": "selective"}
-REPEATS = 3  # of a step where ranks exchange activations; the least peak counts
 FIXED = ("weights", "gradients", "optimizer_states")
 
 
@@ -106,13 +105,11 @@ def measure(
     engine.optimizer_zero_grad()
     own = dict(zip(FIXED, _fixed(engine), strict=True))
     plan = engine.plan(samples)
-    # Threads of gloo let go of what they sent or reduced when they have time to, which on a busy
-    # machine is late and adds to the peak.
-    peaks = []
-    for _ in range(REPEATS if whole.tp * whole.ep > 1 else 1):
-        engine.optimizer_zero_grad()
-        peaks.append(live_bytes(functools.partial(engine.forward_backward_batch, samples)).peak)
-    own["peak"] = min(peaks)
+    own["peak"] = least_peak(
+        functools.partial(engine.forward_backward_batch, samples),
+        engine.optimizer_zero_grad,
+        ROUNDS if whole.tp * whole.ep > 1 else 1,
+    )
     expected = foretell(engine, model, plan)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (engine.placement.pp_rank, own, expected))

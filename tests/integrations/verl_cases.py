@@ -305,7 +305,8 @@ def compare(
     model_type = "value_model" if loss == "value" else "language_model"
     theirs, ours = _engines(layout, model_type, per_token)
     ours.settings = VerlSettings(**yaml.safe_load(settings or "{}"))
-    ours.__dict__.pop("_learner", None)  # of the settings of another case
+    for name in ("_learner", "_told_costs"):  # of the settings of another case
+        ours.__dict__.pop(name, None)
     dp_rank = ours.get_data_parallel_rank()
     function = None if loss == "none" else loss_function(loss, aggregation)
     with _per_token_when_padded(theirs, ours) if per_token else contextlib.nullcontext():
