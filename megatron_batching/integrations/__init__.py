@@ -1,1 +1,4 @@
-"""Backends for trainers that are written elsewhere; each imports its trainer, and nobody else."""
+"""For trainers that are written elsewhere: backends, and plans in the trainers' own formats.
+
+A backend imports its trainer, and nobody else does; the formats need none.
+"""
