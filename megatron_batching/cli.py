@@ -7,12 +7,8 @@ user's error or an interrupt is `megatron_batching.program`'s.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,27 +16,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_batching.cli_options import (
-    CP,
-    EP,
-    ETP,
-    TP,
     AsJson,
     Config,
     Cost,
-    Group,
     Html,
     Lengths,
-    Oversize,
     PlanOptions,
     Png,
     SampleGroups,
     Source,
     Trace,
+    naming,
     number,
     spelled_out,
     warn_of_costs,
     whole_number,
-    whole_numbers,
 )
 from megatron_batching.cli_tune import tune
 from megatron_batching.configs import config_names, find_config
@@ -161,67 +151,8 @@ def timeline(
     run_timeline(files, outputs=Outputs(png=png, html=html, trace=trace, overlay=overlay))
 
 
-@app.command("what-if")
-def what_if(
-    lengths: Lengths,
-    gpus: Annotated[int, whole_number(help="GPUs in all; dp follows from the other sizes.")],
-    max_tokens: Annotated[str, typer.Option(help="Token caps to try, separated by commas.")],
-    pp: Annotated[str | None, typer.Option(help="Pipeline sizes to try, with commas.")] = None,
-    vpp: Annotated[
-        str | None,
-        typer.Option(
-            help="Chunk counts to try, with commas; 1,2,4 if left out, or what a cost file allows."
-        ),
-    ] = None,
-    tp: TP = 1,
-    cp: CP = 1,
-    ep: EP = 1,
-    etp: ETP = None,
-    num_layers: Annotated[
-        int | None, whole_number(help="Leave out layouts that do not divide the layers.")
-    ] = None,
-    split: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME=VALUE of Megatron's, how layers are split over stages; may be repeated."
-        ),
-    ] = None,
-    group: Group = None,
-    oversize: Oversize = "error",
-    cost: Cost = None,
-    as_json: AsJson = False,
-) -> None:
-    """Predict the step for every layout of so many GPUs; the fastest is marked."""
-    from megatron_batching.bench import what_if as table
-    from megatron_batching.plan import read_lengths
-
-    warn_of_costs(cost)
-    names = ("gpus", "tp", "cp", "ep", "etp", "num_layers", "oversize")
-    named = {name: f"--{name.replace('_', '-')}" for name in names}
-    with _naming(named):
-        sequence = read_lengths(lengths)
-        caps = whole_numbers("--max-tokens", max_tokens)
-        choices = table.LayoutChoices(
-            gpus=gpus,
-            pp=None if pp is None else whole_numbers("--pp", pp),
-            vpp=None if vpp is None else whole_numbers("--vpp", vpp),
-            tp=tp,
-            cp=cp,
-            ep=ep,
-            etp=etp,
-            group=group,
-            num_layers=num_layers,
-            split=_assignments("--split", split or []),
-        )
-        chosen: dict[str, Any] = {"oversize": oversize}  # checked as it is replaced
-        limits = replace(table.WHAT_IF_OPTIONS, **chosen)
-        rows = table.what_if(sequence, choices, caps=caps, cost=cost, options=limits)
-        left_out = table.layouts_left_out(choices, cost)
-    rows = [replace(row, problem=_as_options(row.problem, named)) for row in rows]
-    table.run_what_if(rows, left_out=left_out, as_json=as_json)
-
-
 app.command()(tune)
+app.command("what-if", hidden=True, deprecated=True)(tune)  # its name before 0.2.0
 
 
 @app.command()
@@ -369,11 +300,11 @@ def _plan(lengths: str, options: PlanOptions, **more: Any) -> MicroBatchPlan:
     named = {name: f"--{name.replace('_', '-')}" for name in (*sizes, *batching)}
     named["max_tokens_per_micro_batch"] = "--max-tokens"
     values = read_lengths(lengths)
-    with _naming(named):
+    with naming(named):
         layout = Layout(**sizes)
         chosen = BatchingOptions(**batching)
     model = load_cost_model(options.cost, layout) if options.cost else None
-    with _naming(named):
+    with naming(named):
         memory = _memory_of(options.model, layout)
         return plan_mini_batch(values, layout, chosen, cost_model=model, memory_model=memory)
 
@@ -433,40 +364,6 @@ def _baseline_of(made: MicroBatchPlan, cost: str | None) -> MicroBatchPlan:
     )
     model = load_cost_model(cost, made.layout) if cost else None
     return plan_mini_batch(made.lengths, made.layout, options, model, made.owners)
-
-
-@contextlib.contextmanager
-def _naming(options: Mapping[str, str]) -> Iterator[None]:
-    """Let errors name options of the command line instead of the arguments behind them."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(_as_options(str(error), options)) from error
-
-
-def _as_options(text: str, options: Mapping[str, str]) -> str:
-    """The text with every argument=value written as an option of the command line."""
-    assignment = rf"\b({'|'.join(options)})=('[^']*'|[^\s',;:]+)"
-
-    def as_option(found: re.Match[str]) -> str:
-        value = found[2].strip("'")
-        return f"{options[found[1]]} {shlex.quote(value)}"
-
-    return re.sub(assignment, as_option, text)
-
-
-def _assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE, each value read as YAML."""
-    from omegaconf import OmegaConf
-
-    from megatron_batching.schedules.files import parsing
-
-    for text in texts:
-        if "=" not in text:
-            raise ValueError(f"{option} is {text!r}: write NAME=VALUE")
-    with parsing(f"{option} {' '.join(texts)}"):
-        values: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(texts)))
-    return values
 
 
 def main() -> None:

@@ -7,11 +7,14 @@ again in every command that plans.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
+import re
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -61,6 +64,40 @@ def whole_numbers(option: str, text: str) -> list[int]:
             "as 1,2,4"
         )
     return [int(part) for part in parts]
+
+
+@contextlib.contextmanager
+def naming(options: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name options of the command line instead of the arguments behind them."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(as_options(str(error), options)) from error
+
+
+def as_options(text: str, options: Mapping[str, str]) -> str:
+    """The text with every argument=value written as an option of the command line."""
+    assignment = rf"\b({'|'.join(options)})=('[^']*'|[^\s',;:]+)"
+
+    def as_option(found: re.Match[str]) -> str:
+        value = found[2].strip("'")
+        return f"{options[found[1]]} {shlex.quote(value)}"
+
+    return re.sub(assignment, as_option, text)
+
+
+def assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE, each value read as YAML."""
+    from omegaconf import OmegaConf
+
+    from megatron_batching.schedules.files import parsing
+
+    for text in texts:
+        if "=" not in text:
+            raise ValueError(f"{option} is {text!r}: write NAME=VALUE")
+    with parsing(f"{option} {' '.join(texts)}"):
+        values: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(texts)))
+    return values
 
 
 def warn_of_costs(cost: str | None, layout: Layout | None = None) -> None:

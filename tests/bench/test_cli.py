@@ -147,8 +147,8 @@ def test_simulate_refuses_options_of_lengths_with_a_plan(
     assert compared[0] == compared[1] != ""
 
 
-def test_what_if_says_what_it_leaves_out(run: Any, lengths_file: str) -> None:
-    common = ["what-if", lengths_file, "--gpus=4", "--max-tokens=400"]
+def test_tune_without_a_model_says_what_it_leaves_out(run: Any, lengths_file: str) -> None:
+    common = ["tune", lengths_file, "--gpus=4", "--max-tokens=400"]
     _, out, _ = run(*common)
     assert "left out" not in out
     code, out, _ = run(*common, "--num-layers=2", "--pp=1,2,3")
@@ -160,14 +160,14 @@ def test_what_if_says_what_it_leaves_out(run: Any, lengths_file: str) -> None:
         "a split may be given"
     ]
     code, out, _ = run(*common, "--num-layers=2", "--pp=2", "--json")
-    assert [row["layout"] for row in json.loads(out)["left_out"]] == [
-        "pp 2 x vpp 2",
-        "pp 2 x vpp 4",
+    assert [entry["layout"] for entry in json.loads(out)["ruled_out"]] == [
+        {"pp": 2, "vpp": 2},
+        {"pp": 2, "vpp": 4},
     ]
 
 
-def test_what_if_lets_a_long_sample_run_alone(run: Any, lengths_file: str) -> None:
-    common = ["what-if", lengths_file, "--gpus=2", "--max-tokens=300,500"]
+def test_tune_without_a_model_lets_a_long_sample_run_alone(run: Any, lengths_file: str) -> None:
+    common = ["tune", lengths_file, "--gpus=2", "--max-tokens=300,500"]
     _, out, _ = run(*common)
     assert "or pass --oversize alone" in out
     code, out, _ = run(*common, "--oversize=alone")
@@ -191,14 +191,17 @@ def test_plans_of_different_mini_batches_are_not_compared(
     check_error(different, ["8 samples of 1334 tokens", f"8 samples of {total} tokens", "b.json"])
 
 
-def test_what_if_takes_a_cost_file_as_it_is(run: Any, lengths_file: str, tmp_path: Path) -> None:
+def test_tune_without_a_model_takes_a_cost_file_as_it_is(
+    run: Any, lengths_file: str, tmp_path: Path
+) -> None:
     cost = tmp_path / "cost.json"
     rows = [[1.0, 2.0, 0.0]] * 4
     cost.write_text(json.dumps({"forward": rows, "backward": rows}))
-    common = ["what-if", lengths_file, "--gpus=8", "--max-tokens=500", f"--cost={cost}"]
+    common = ["tune", lengths_file, "--gpus=8", "--max-tokens=500", f"--cost={cost}"]
     code, out, _ = run(*common, "--json")
     assert code == 0
-    layouts = {(row["pp"], row["vpp"], row["dp"]) for row in json.loads(out)["rows"]}
+    ranked = [row["layout"] for row in json.loads(out)["ranked"]]
+    layouts = {(sizes["pp"], sizes["vpp"], sizes["dp"]) for sizes in ranked}
     assert layouts == {(2, 2, 4), (4, 1, 2)}
     check_error(run(*common, "--pp=8"), ["pp in [8]", "4 virtual stages", "cost.json", "leave out"])
 
@@ -215,7 +218,7 @@ def test_commands_repeat_what_is_known_of_a_cost_file(
     }
     cost.write_text(json.dumps(value))
     options = ["--max-tokens=500", f"--cost={cost}"]
-    for command in (["plan", "--pp=2"], ["simulate", "--pp=2"], ["what-if", "--gpus=2"]):
+    for command in (["plan", "--pp=2"], ["simulate", "--pp=2"], ["tune", "--gpus=2"]):
         code, _, err = run(command[0], lengths_file, *command[1:], *options)
         assert code == 0
         if warns:
@@ -227,26 +230,34 @@ def test_commands_repeat_what_is_known_of_a_cost_file(
     assert "measured with tp 1, this layout has 2" in err
 
 
-def test_what_if_marks_the_best_layout(run: Any, lengths_file: str) -> None:
-    code, out, _ = run("what-if", lengths_file, "--gpus=4", "--max-tokens=400,800")
-    assert code == 0
+def test_tune_without_a_model_marks_the_best_layout(run: Any, lengths_file: str) -> None:
+    code, out, err = run("tune", lengths_file, "--gpus=4", "--max-tokens=400,800")
+    assert (code, err) == (0, "")
     assert out.count("<- best") == 1
+    code, same, err = run("what-if", lengths_file, "--gpus=4", "--max-tokens=400,800")
+    assert (code, same) == (0, out) and "deprecated" in err
     options = ["--num-layers=3", "--split=pipeline_model_parallel_layout=Et*2|tL", "--json"]
-    code, out, _ = run("what-if", lengths_file, "--gpus=4", "--max-tokens=400", *options)
+    code, out, _ = run("tune", lengths_file, "--gpus=4", "--max-tokens=400", *options)
     assert code == 0
-    assert {(row["pp"], row["vpp"]) for row in json.loads(out)["rows"]} == {(2, 1)}
+    ranked = [row["layout"] for row in json.loads(out)["ranked"]]
+    assert {(sizes["pp"], sizes["vpp"]) for sizes in ranked} == {(2, 1)}
 
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["what-if", "@azure_code", "--gpus=4", "--max-tokens=many"], "many"),
-        (["what-if", "@azure_code", "--gpus=0", "--max-tokens=9000"], "--gpus 0"),
-        (["what-if", "@azure_code", "--gpus=4", "--max-tokens=9000", "--tp=0"], "--tp 0"),
-        (["what-if", "@azure_code", "--gpus=4", "--max-tokens=9000", "--num-layers=0"], "layers 0"),
-        (["what-if", "@azure_code", "--gpus=4", "--max-tokens=9000", "--split=x"], "NAME=VALUE"),
-        (["what-if", "@azure_code", "--gpus=99999999", "--max-tokens=9000"], "replicas"),
-        (["what-if", "@azure_code", "--gpus=4", "--max-tokens=9"], "--oversize alone"),
+        (["tune", "@azure_code", "--gpus=4", "--max-tokens=many"], "many"),
+        (["tune", "@azure_code", "--gpus=0", "--max-tokens=9000"], "--gpus 0"),
+        (["tune", "@azure_code", "--gpus=4", "--max-tokens=9000", "--tp=0"], "--tp is '0'"),
+        (["tune", "@azure_code", "--gpus=4", "--max-tokens=9000", "--num-layers=0"], "layers 0"),
+        (["tune", "@azure_code", "--gpus=4", "--max-tokens=9000", "--split=x"], "NAME=VALUE"),
+        (["tune", "@azure_code", "--gpus=99999999", "--max-tokens=9000"], "replicas"),
+        (["tune", "@azure_code", "--gpus=4", "--max-tokens=9"], "--oversize alone"),
+        (["tune", "@azure_code", "--max-tokens=9000"], "--gpus is missing"),
+        (["tune", "@azure_code", "--gpus=4", "--max-tokens=9000", "--tp=1,2"], "--tp 1,2: without"),
+        (["tune", "@azure_code", "--gpus=4", "--max-tokens=9000", "--gpu=h100"], "--gpu is read"),
+        (["tune", "@azure_code", "--model=qwen3-8b", "--etp=2"], "--etp is read without --model"),
+        (["tune", "@azure_code", "--model=qwen3-8b", "--gpus=4"], "--gpu is missing"),
         (["simulate", "@azure_code", "--max-tokens=9000", "--latency=fast"], "'fast' is no number"),
         (["simulate", "nowhere.json"], "nowhere.json"),
         (["simulate", "@azure_code", "--max-tokens=9000", "--png=a.gif"], ".gif"),

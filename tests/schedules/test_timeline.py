@@ -6,7 +6,6 @@ Run: pytest tests/schedules/test_timeline.py
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,6 @@ from megatron_batching.bench.simulate import (
     run_timeline,
     simulate_plan,
 )
-from megatron_batching.bench.what_if import LayoutChoices, run_what_if, what_if
 from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan, plan_mini_batch
 from megatron_batching.schedules import (
     Event,
@@ -137,39 +135,3 @@ def test_commands_compare_and_draw_again(
     assert timeline.step_time_s == figures[0].step_time
     with pytest.raises(ValueError, match="cannot be read"):
         run_timeline([str(tmp_path / "nothing.json")], outputs=Outputs())
-
-
-def test_what_if_marks_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = what_if(LENGTHS, LayoutChoices(gpus=4, num_layers=8), caps=[1000, 2000])
-    result = run_what_if(rows)
-    table = capsys.readouterr().out
-    assert table.count("<- best") == 1
-    assert "cannot be planned" in table  # the longest sample has 1,500 tokens
-    fastest = min(row["step_time"] for row in result["rows"] if "step_time" in row)
-    assert result["best"]["step_time"] == fastest
-    with pytest.raises(ValueError, match="no layout of 4 GPUs"):
-        what_if(LENGTHS, LayoutChoices(gpus=4, pp=[3]), caps=[2000])
-    with pytest.raises(ValueError, match="no layout can be planned"):
-        run_what_if(what_if(LENGTHS, LayoutChoices(gpus=2), caps=[100]))
-
-
-def test_what_if_splits_layers_as_megatron_does() -> None:
-    def layouts(num_layers: int, **split: Any) -> dict[tuple[int, int], float]:
-        rows = what_if(
-            LENGTHS, LayoutChoices(gpus=4, num_layers=num_layers, split=split), caps=[2000]
-        )
-        return {(r.layout.pp, r.layout.vpp): r.plan.predicted.step_time for r in rows if r.plan}
-
-    alike = layouts(8)
-    # A loss that counts as a layer leaves equal stages, which cost as those of 8 layers do.
-    assert layouts(7, account_for_loss_in_pipeline_split=True) == alike
-    written = layouts(8, pipeline_model_parallel_layout="E|tttt|tttt|L")
-    assert set(written) == {(2, 2), (4, 1)}
-    # Two stages of four do all the work.
-    assert written[4, 1] > 1.2 * alike[4, 1]
-    with pytest.raises(ValueError, match="the last says: num_layers_in_first_pipeline_stage=0"):
-        layouts(8, num_layers_in_first_pipeline_stage=0)
-    with pytest.raises(
-        ValueError, match="'num_layers' is unknown: choose one of num_layers_in_first"
-    ):
-        what_if(LENGTHS, LayoutChoices(gpus=4, num_layers=8, split={"num_layers": 8}), caps=[2000])

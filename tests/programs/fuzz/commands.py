@@ -26,9 +26,9 @@ def fuzz_cli(rng: random.Random) -> None:
         return
     with scratch("lengths.csv", lengths) as path:
         source = rng.choice([path, path, path, "@deepseek_r1:4", "@azure_code:0", "@x", "no.csv"])
-        command = rng.choice(["plan", "plan", "plan", "simulate", "what-if", "timeline", "train"])
+        command = rng.choice(["plan", "plan", "plan", "simulate", "tune", "timeline", "train"])
         arguments = [command]
-        if command in ("plan", "simulate", "what-if"):
+        if command in ("plan", "simulate", "tune"):
             arguments.append(source)
         elif command == "timeline":
             arguments.append(rng.choice([path, "no.json"]))

@@ -1,4 +1,10 @@
-"""`what-if`: the predicted step of every layout that so many GPUs allow."""
+"""`tune` without a model: the predicted step of every layout that so many GPUs allow.
+
+It tells what depends on the lengths alone: which pp, vpp, dp and cap leave the fewest bubbles. Of a
+model that nobody describes neither memory nor communication is known, so caps are given, tp, cp and
+ep are fixed, and how much a rank holds is told in tokens. `megatron_batching.fit.choose` is for
+models that are described.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_batching.bench.simulate import DEFAULT_COST
-from megatron_batching.fit.choose import LARGEST
+from megatron_batching.fit.choose import LARGEST, layout_sizes
 from megatron_batching.plan import (
     BatchingOptions,
     Layout,
@@ -25,12 +31,12 @@ from megatron_batching.plan.stages import SPLIT_OPTIONS, pipeline_stages, work_s
 from megatron_batching.schedules import format_time
 from megatron_batching.schedules.files import check_choice
 
-WHAT_IF_BUDGET = 200  # candidate plans a replica: a table wants many layouts, not the last percent
-WHAT_IF_OPTIONS = BatchingOptions(max_tokens_per_micro_batch=1, search_budget=WHAT_IF_BUDGET)
+TABLE_BUDGET = 200  # candidate plans a replica: a table wants many layouts, not the last percent
+TABLE_OPTIONS = BatchingOptions(max_tokens_per_micro_batch=1, search_budget=TABLE_BUDGET)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WhatIfRow:
+class PlannedLayout:
     """One layout and cap of the table; figures are None when it cannot be planned."""
 
     layout: Layout
@@ -47,16 +53,10 @@ class WhatIfRow:
 
     def to_json(self) -> dict[str, Any]:
         """The row as plain values."""
-        layout = self.layout
-        row: dict[str, Any] = {
-            "pp": layout.pp,
-            "vpp": layout.vpp,
-            "dp": layout.dp,
-            "max_tokens": self.cap,
-        }
+        where = {"layout": layout_sizes(self.layout), "max_tokens": self.cap}
         if self.plan is None:
-            return row | {"problem": self.problem}
-        return row | {
+            return where | {"reason": self.problem}
+        return where | {
             "group": self.plan.group,
             "num_micro_batches": _most_micro_batches(self.plan),
             "step_time": self.step_time,
@@ -212,14 +212,14 @@ def _stages_of(cost: str | None) -> int | None:
     return read_cost_model(cost).num_virtual_stages
 
 
-def what_if(
+def plan_layouts(
     lengths: Sequence[int],
     choices: LayoutChoices,
     *,
     caps: Sequence[int],
     cost: str | None = None,
     options: BatchingOptions | None = None,
-) -> list[WhatIfRow]:
+) -> list[PlannedLayout]:
     """Plan the lengths for every layout of so many GPUs.
 
     Args:
@@ -238,7 +238,7 @@ def what_if(
     if not shares:
         last = list(refusals.values())[-1]
         raise ValueError(f"no layout can have the layers split like that; the last says: {last}")
-    base = options or WHAT_IF_OPTIONS
+    base = options or TABLE_OPTIONS
     rows = []
     for layout, cap in itertools.product(shares, caps):
         model = load_cost_model(cost or DEFAULT_COST, layout, shares=shares[layout])
@@ -246,22 +246,21 @@ def what_if(
         try:
             plan = plan_mini_batch(lengths, layout, capped, cost_model=model)
         except ValueError as error:
-            rows.append(WhatIfRow(layout=layout, cap=cap, plan=None, problem=str(error)))
+            rows.append(PlannedLayout(layout=layout, cap=cap, plan=None, problem=str(error)))
         else:
-            rows.append(WhatIfRow(layout=layout, cap=cap, plan=plan, shares=shares[layout]))
+            rows.append(PlannedLayout(layout=layout, cap=cap, plan=plan, shares=shares[layout]))
     return rows
 
 
-def layouts_left_out(choices: LayoutChoices, cost: str | None = None) -> dict[str, str]:
-    """Layouts that `what_if` does not try, such as "pp 4 x vpp 2", and why."""
+def layouts_left_out(choices: LayoutChoices, cost: str | None = None) -> dict[tuple[int, int], str]:
+    """pp and vpp that `plan_layouts` does not try, and why."""
     refused = choices.refusals(cost)
     _, unsplit = _shares(choices.layouts(cost), choices.num_layers, choices.split or {})
     why = f"{choices.num_layers} layers do not divide by pp x vpp; a split may be given"
     if choices.split and unsplit:
         first = next(iter(unsplit.values()))
         why = f"{choices.num_layers} layers cannot be split like that; of the first: {first}"
-    refused |= {(layout.pp, layout.vpp): why for layout in unsplit}
-    return {f"pp {pp} x vpp {vpp}": refusal for (pp, vpp), refusal in refused.items()}
+    return refused | {(layout.pp, layout.vpp): why for layout in unsplit}
 
 
 def _shares(
@@ -286,13 +285,13 @@ def _shares(
     return shares, refusals
 
 
-def run_what_if(
-    rows: Sequence[WhatIfRow],
+def run_tune_without_model(
+    rows: Sequence[PlannedLayout],
     *,
-    left_out: Mapping[str, str] | None = None,
+    left_out: Mapping[tuple[int, int], str] | None = None,
     as_json: bool = False,
 ) -> dict[str, Any]:
-    """The `what-if` command: print the table, the fastest row marked, and what is not in it.
+    """Print the table, the fastest row marked, and what is not in it; JSON ranks the rows.
 
     Raises:
         ValueError: no row could be planned.
@@ -300,15 +299,17 @@ def run_what_if(
     planned = [row for row in rows if row.plan is not None]
     if not planned:
         raise ValueError(f"no layout can be planned; the first says: {rows[0].problem}")
-    best = min(planned, key=lambda row: row.step_time)
+    ranked = sorted(planned, key=lambda row: row.step_time)
+    best, left_out = ranked[0], left_out or {}
     assert best.plan is not None
     unit = best.plan.predicted.unit
-    values = [row.to_json() for row in rows]
+    untried = [
+        {"layout": {"pp": pp, "vpp": vpp}, "reason": why} for (pp, vpp), why in left_out.items()
+    ]
     result = {
         "unit": unit,
-        "best": best.to_json(),
-        "rows": values,
-        "left_out": [{"layout": name, "problem": why} for name, why in (left_out or {}).items()],
+        "ranked": [row.to_json() for row in ranked],
+        "ruled_out": [*(row.to_json() for row in rows if row.plan is None), *untried],
     }
     if as_json:
         print(json.dumps(result))
@@ -324,16 +325,16 @@ def run_what_if(
     )
     problems = {row.problem for row in rows if row.problem}
     lines += [f"cannot be planned: {problem}" for problem in sorted(problems)]
-    lines += _left_out_lines(left_out or {})
+    lines += _left_out_lines(left_out)
     print("\n".join(lines))
     return result
 
 
-def _left_out_lines(left_out: Mapping[str, str]) -> list[str]:
+def _left_out_lines(left_out: Mapping[tuple[int, int], str]) -> list[str]:
     """A line for each reason."""
     layouts_of: dict[str, list[str]] = {}
-    for name, why in left_out.items():
-        layouts_of.setdefault(why, []).append(name)
+    for (pp, vpp), why in left_out.items():
+        layouts_of.setdefault(why, []).append(f"pp {pp} x vpp {vpp}")
     return [
         f"left out: {len(names)} layout{'s' if len(names) > 1 else ''} ({', '.join(names)}): {why}"
         for why, names in layouts_of.items()
