@@ -74,8 +74,13 @@ def rollout() -> Any:
 
 def main(layout: dict[str, int]) -> None:
     world = layout.get("pp", 1) * layout.get("dp", 1)
-    # Ray gives up on a slow machine, and starts idle workers for CPUs that nobody asked for.
-    os.environ.update(RAY_raylet_start_wait_time_s="300", RAY_prestart_worker_first_driver="0")
+    # Ray gives up on a slow machine, starts idle workers for CPUs that nobody asked for, and runs
+    # its workers at niceness 15, where other work of a busy machine leaves them nothing.
+    os.environ.update(
+        RAY_raylet_start_wait_time_s="300",
+        RAY_prestart_worker_first_driver="0",
+        RAY_worker_niceness="0",
+    )
     ray.init(
         num_cpus=2 * world,
         include_dashboard=False,
