@@ -56,6 +56,7 @@ class Batch:
         width: w.
         fields: name -> [b, s] float, the samples' own, shifted like the loss mask.
         held: [s] int64, which positions of the row this rank holds; None for all.
+        cp: how many context-parallel ranks share the row.
     """
 
     input_ids: Tensor
@@ -71,6 +72,7 @@ class Batch:
     width: int
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     held: Tensor | None = None
+    cp: int = 1
 
     @cached_property
     def attention_mask(self) -> Tensor:
@@ -81,6 +83,24 @@ class Batch:
         if self.packing == "packed" and len(self.slots) > 1:
             forbidden |= self._segments[:, None] != self._segments[None, :]
         return forbidden[None, None]
+
+    @cached_property
+    def key_distances(self) -> Tensor:
+        """[1, 1, s, w] int32: how many tokens each key lies before a query that this rank holds.
+
+        -1 where the query must not see the key: on what comes later, and on other samples. Keys lie
+        as they are gathered: the shares of all context-parallel ranks behind one another.
+        """
+        device = self.input_ids.device
+        pieces = [piece for rank in range(self.cp) for piece in self._pieces(self.cp, rank)]
+        keys = _sent(_positions(pieces), device)
+        queries = keys if self.held is None else self.held
+        distances = queries[:, None] - keys[None, :]
+        seen = distances >= 0
+        if self.packing == "packed" and len(self.slots) > 1:
+            segments = self._segments
+            seen &= segments[queries][:, None] == segments[keys][None, :]
+        return torch.where(seen, distances, -1).int()[None, None]
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -124,19 +144,8 @@ class Batch:
         """
         if self.held is not None:
             raise ValueError("this micro-batch is a context-parallel share already; cut the whole")
-        starts = self._starts if self.packing == "packed" else [0, self.width]
-        pieces = []
-        for start, end in pairwise(starts):
-            if (end - start) % (2 * cp):
-                raise ValueError(
-                    f"{end - start} tokens do not divide by 2 x cp = {2 * cp}; collate with "
-                    f"align={2 * cp}, or a multiple of it"
-                )
-            size = (end - start) // (2 * cp)
-            cut = [range(at, at + size) for at in range(start, end, size or 1)]
-            pieces += [cut[cp_rank], cut[2 * cp - 1 - cp_rank]]
-        positions = torch.tensor([at for piece in pieces for at in piece])
-        held = _sent(positions, self.input_ids.device)
+        pieces = self._pieces(cp, cp_rank)
+        held = _sent(_positions(pieces), self.input_ids.device)
         num_tokens = sum(
             len(range(max(piece.start, start), min(piece.stop, start + n)))
             for piece in pieces
@@ -149,8 +158,32 @@ class Batch:
             **{name: getattr(self, name)[:, held] for name in (*names, *weights)},
             fields={name: values[:, held] for name, values in self.fields.items()},
             held=held,
+            cp=cp,
             num_tokens=num_tokens,
         )
+
+    def _pieces(self, cp: int, cp_rank: int) -> list[range]:
+        """Which positions of the row a context-parallel rank holds, in the order in which they lie.
+
+        Of each sample of a packed row, or of a padded row as a whole, pieces r and 2 cp - 1 - r.
+        """
+        pieces = []
+        starts = self._starts if self.packing == "packed" else [0, self.width]
+        for start, end in pairwise(starts):
+            if (end - start) % (2 * cp):
+                raise ValueError(
+                    f"{end - start} tokens do not divide by 2 x cp = {2 * cp}; collate with "
+                    f"align={2 * cp}, or a multiple of it"
+                )
+            size = (end - start) // (2 * cp)
+            cut = [range(at, at + size) for at in range(start, end, size or 1)]
+            pieces += [cut[cp_rank], cut[2 * cp - 1 - cp_rank]]
+        return pieces
+
+
+def _positions(pieces: Sequence[range]) -> Tensor:
+    """[s] int64, on the host."""
+    return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
 
 
 def _checked_shape(

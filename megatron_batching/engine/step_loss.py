@@ -99,9 +99,11 @@ class StepLoss:
             attention_mask=None,
             labels=batch.labels if self._model_computes_loss else None,
         )
-        if not self.model.uses_transformer_engine:
-            arguments["attention_mask"] = batch.attention_mask
-        elif batch.packing == "packed":
+        is_local, is_share = not self.model.uses_transformer_engine, batch.held is not None
+        if is_local:
+            mask = batch.key_distances if is_share else batch.attention_mask
+            arguments["attention_mask"] = mask
+        if batch.packing == "packed" and (is_share or not is_local):
             arguments["packed_seq_params"] = packed_parameters(batch)
         if config.num_moe_experts is not None:
             arguments["padding_mask"] = self._held(self._padding_mask(batch), chunk)
@@ -262,7 +264,10 @@ def _pieces(batch: Batch, values: Tensor) -> list[Tensor]:
 
 
 def packed_parameters(batch: Batch) -> PackedSeqParams:
-    """What Transformer Engine needs to know of packed rows, without a look at the device."""
+    """What Transformer Engine needs to know of packed rows, without a look at the device.
+
+    Where rows are shared, rotary positions of local layers start anew with each sample by it, too.
+    """
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,

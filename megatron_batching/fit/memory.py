@@ -174,7 +174,10 @@ def memory_model(
         )
     numerics = numerics_of(sizes, layout, training.value_bytes, training.layers)
     if training.layers == "local" and layout.cp > 1:
-        raise ValueError(f"layers=local with cp={layout.cp}: local attention takes no cp; set 1")
+        raise ValueError(
+            f"layers=local with cp={layout.cp}: what local attention gathers of keys and values is "
+            "not described; limit tokens instead of bytes"
+        )
     found = []
     first = 0
     kinds: dict[bool, LayerBytes] = {}

@@ -20,3 +20,14 @@ def gather_into(
     """
     named = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     named(whole, own, group=group)
+
+
+def scatter_sum(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over ranks of the part that is this rank's: [n] of [ranks x n], contiguous.
+
+    torch 2.13 names this `reduce_scatter_single` and warns of the name before.
+    """
+    own = parts.new_empty(len(parts) // group.size())
+    named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    named(own, parts, group=group)
+    return own

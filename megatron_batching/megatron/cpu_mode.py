@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 
 class _DeviceMode(TorchFunctionMode):
-    """Turns `device="cuda"`, `Tensor.cuda()` and CUDA type names into their CPU meaning."""
+    """Turns `device="cuda"`, `pin_memory`, `Tensor.cuda()`, CUDA type names into what a CPU has."""
 
     def __torch_function__(
         self,
@@ -41,6 +41,8 @@ class _DeviceMode(TorchFunctionMode):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs = {**kwargs, "device": _CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.cuda:
             return args[0]
         result = func(*args, **kwargs)
@@ -280,6 +282,7 @@ def describe() -> str:
     """A table of every substitution and its reason, one a line."""
     rows = [(f"{s.module}.{s.name}", s.why) for s in SUBSTITUTIONS]
     rows.append(("torch calls with device='cuda'", "schedules and optimizers name the device"))
+    rows.append(("torch calls with pin_memory=True", "rotary positions of a share are copied"))
     rows.append(("Tensor.cuda()", "returns the tensor itself"))
     rows.append(("Tensor.type()", "optimizers sort parameters by their CUDA type names"))
     width = max(len(name) for name, _ in rows)

@@ -7,76 +7,27 @@ is the choice of its trainer (megatron-core 0.19.2, `megatron.training.models.gp
 the same builders).
 
 `LocalAttention` stands in for Megatron's local attention, which knows one causal mask for a whole
-row. It takes the mask of the packed row, adds the sliding window to it where the layer has one,
-and has the head sizes of multi-latent attention.
-
-Shape legend: w tokens of a row.
+row.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 
-import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+
+from megatron_batching.megatron.local_attention import LocalAttention
 
 # Arguments of the spec builders whose names are not those of config fields.
 _FIELDS = {"num_experts": "num_moe_experts", "use_te_op_fuser": "use_transformer_engine_op_fuser"}
 # Deprecated in both versions; passing it makes Megatron warn.
 _LEFT_OUT = ("fp8",)
-
-
-class LocalAttention(DotProductAttention):
-    """Megatron's local attention for packed rows, sliding windows and multi-latent attention.
-
-    Megatron's own (0.16.1 and 0.19.2) puts the window's mask in the place of the one given, so
-    that the samples of a packed row would see each other; and takes no head sizes, which
-    multi-latent attention passes.
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        if v_channels is not None:
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-        self._window = self.scale_mask_softmax.window_size
-        self.scale_mask_softmax.window_size = None
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kw: Any
-    ) -> Tensor:
-        """As Megatron's; `attention_mask` is [1, 1, w, w] bool, true where it is forbidden."""
-        if self._window is not None:
-            outside = outside_window(key.size(0), self._window[0], key.device)
-            attention_mask = outside if attention_mask is None else attention_mask | outside
-        return super().forward(query, key, value, attention_mask, *args, **kw)
-
-
-@lru_cache(maxsize=4)
-def outside_window(width: int, window: int, device: torch.device) -> Tensor:
-    """[w, w] bool: true on the future, and on what lies more than `window` tokens back.
-
-    A window of -1 reaches back to the start.
-
-    >>> outside_window(3, 1, torch.device("cpu")).int().tolist()
-    [[0, 1, 1], [0, 0, 1], [1, 0, 0]]
-    """
-    everything = torch.ones(width, width, dtype=torch.bool, device=device)
-    future = everything.triu(1)
-    return future if window < 0 else future | everything.tril(-window - 1)
 
 
 def decoder_spec(config: TransformerConfig, *, use_te: bool, vp_stage: int | None) -> Any:

@@ -137,11 +137,13 @@ class World:
     def join_group(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Make groups that no rank is in twice; the one that this rank is in, if any.
 
-        All ranks call it together. Limit and end are those of Megatron's own groups.
+        All ranks call it together. Limit and end are those of Megatron's own groups; beside groups
+        that somebody else has made, those of the world.
         """
         before = process_groups()
         own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
-        self.adopt_groups(before, self._timeout_s)
+        if self._timeout_s:
+            self.adopt_groups(before, self._timeout_s)
         return own
 
     def drop_parallel_state(self) -> None:

@@ -40,6 +40,26 @@ def test_packed_tensors() -> None:
     assert batch.cu_seqlens.tolist() == [0, 4, 8]
 
 
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    cp=st.sampled_from([1, 2, 4]),
+    packing=st.sampled_from(["packed", "padded"]),
+)
+def test_shares_see_what_the_whole_row_sees(lengths: list[int], cp: int, packing: Packing) -> None:
+    """Row by row, with keys put back in their places, the mask of the whole; and how far back."""
+    whole = collate([sample(*range(n)) for n in lengths], packing=packing, align=2 * cp)
+    ranks = [whole.context_parallel_share(cp, r) if cp > 1 else whole for r in range(cp)]
+    held = [torch.arange(whole.width) if of.held is None else of.held for of in ranks]
+    keys = torch.cat(held)
+    assert sorted(keys.tolist()) == list(range(whole.width))
+    for of, queries in zip(ranks, held, strict=True):
+        distances = torch.empty(len(queries), whole.width, dtype=torch.int32)
+        distances[:, keys] = of.key_distances[0, 0]
+        assert torch.equal(distances < 0, whole.attention_mask[0, 0, queries])
+        back = queries[:, None] - torch.arange(whole.width)
+        assert torch.equal(distances[distances >= 0], back[distances >= 0].int())
+
+
 def test_padded_tensors() -> None:
     batch = collate([sample(1, 2, 3), sample(7, 8)], packing="padded", align=4)
     assert batch.input_ids.tolist() == [[1, 2, 3, 0], [7, 8, 0, 0]]

@@ -54,7 +54,6 @@ class _ValueHead(torch.nn.Linear):
 
 _POSITIONS: dict[str, PositionEmbedding] = {
     "token-local": "none",
-    "moe token-local": "none",
     "mtp": "rope",
 }
 
@@ -136,11 +135,9 @@ def _layers(kind: str) -> Iterator[None]:
     gpt_model = model_module.GPTModel
 
     def model(*args: Any, config: Any, transformer_layer_spec: Any, **kwargs: Any) -> Any:
-        if "token-local" in kind:
-            layers = getattr(transformer_layer_spec, "layer_specs", [transformer_layer_spec])
-            for layer in layers:
-                layer.submodules.self_attention = IdentityOp
-                layer.submodules.self_attn_bda = IdentityFuncOp
+        if kind == "token-local":
+            transformer_layer_spec.submodules.self_attention = IdentityOp
+            transformer_layer_spec.submodules.self_attn_bda = IdentityFuncOp
         gpt = gpt_model(
             *args, config=config, transformer_layer_spec=transformer_layer_spec, **kwargs
         )

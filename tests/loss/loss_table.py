@@ -44,18 +44,19 @@ LAYOUTS_OF = {
     # What rounding alone does: the reference in fp32, without Megatron's schedule or any cut.
     "plain gpt": ({},),
     "plain token-local": ({},),
-    "gpt": LAYOUTS,
-    "token-local": (
-        {},
+    "gpt": (
+        *LAYOUTS,
         {"cp": 2},
         {"cp": 4},
         {"dp": 2, "cp": 2},
+        {"dp": 2, "cp": 4},
+        {"tp": 2, "cp": 2},
         {"pp": 2, "cp": 2},
         {"pp": 2, "vpp": 2, "cp": 2},
-        {"dp": 2, "cp": 4},
-        {"dp": 8},
+        {"pp": 2, "vpp": 2, "dp": 2, "cp": 2},
     ),
-    "moe": ({}, {"dp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "dp": 2}),
+    "token-local": ({}, {"dp": 8}),
+    "moe": ({}, {"dp": 2}, {"cp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "dp": 2}),
     "mtp": ({}, {"dp": 2}, {"pp": 2}),
     # Every weight gradient runs later than its backward.
     "gpt, deferred": (
@@ -64,6 +65,7 @@ LAYOUTS_OF = {
         {"pp": 2, "dp": 2},
         {"pp": 2, "vpp": 2},
         {"pp": 2, "vpp": 2, "dp": 2},
+        {"pp": 2, "vpp": 2, "cp": 2},
         {"pp": 4, "vpp": 2},
     ),
     "moe, deferred": ({"pp": 2, "vpp": 2}, {"pp": 2, "dp": 2}),

@@ -70,9 +70,7 @@ def test_fp64(pools: Pools, layout: Any, per_token: bool) -> None:
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["two-value", "per-token"])
 @pytest.mark.parametrize("layout", [{"cp": 2}, {"dp": 2, "cp": 2}], ids=loss_table.name_of)
-def test_context_parallel_shares_of_a_token_local_model(
-    pools: Pools, layout: Any, per_token: bool
-) -> None:
+def test_context_parallel_shares(pools: Pools, layout: Any, per_token: bool) -> None:
     check(
         pools,
         loss_table.GOALS["fp64"],
@@ -81,7 +79,6 @@ def test_context_parallel_shares_of_a_token_local_model(
         modes=("token-mean", "seq-mean-token-mean"),
         per_token=per_token,
         precision="fp64",
-        kind="token-local",
         objective="ppo",
     )
 
@@ -159,7 +156,7 @@ def test_balancing_losses_with_context_parallelism(pools: Pools, per_token: bool
         layout={"cp": 2},
         modes=("token-mean",),
         per_token=per_token,
-        kind="moe token-local",
+        kind="moe",
         expert_shares="mini_batch",
     )
 
@@ -259,7 +256,6 @@ def test_a_context_parallel_rank_with_nothing_to_learn(
         modes=("token-mean", "seq-mean-token-mean"),
         per_token=per_token,
         precision="fp64",
-        kind="token-local",
         objective="ppo",
         masked_share=(2, rank),
     )
@@ -301,7 +297,7 @@ def test_a_regime_switched_after_building_is_refused(pools: Pools, per_token: bo
         ({"pp": 2, "vpp": 2}, "gpt"),
         ({"dp": 2}, "gpt"),
         ({"tp": 2}, "gpt"),
-        ({"cp": 2}, "token-local"),
+        ({"cp": 2}, "gpt"),
     ],
 )
 def test_forward_only_log_probs_and_entropies(pools: Pools, layout: Any, kind: str) -> None:

@@ -47,6 +47,7 @@ def test_entering_twice_is_entering_once() -> None:
 
 @pytest.mark.usefixtures("mode")
 def test_cuda_means_cpu() -> None:
+    assert torch.tensor([1], device="cpu", pin_memory=True).cuda().tolist() == [1]
     assert torch.zeros(2, device="cuda").device.type == "cpu"
     assert torch.zeros(2, device=torch.device("cuda", 1)).device.type == "cpu"
     tensor = torch.ones(2)
