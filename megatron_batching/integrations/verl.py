@@ -43,6 +43,7 @@ from megatron_batching.integrations.verl_batch import (
     dummy_row,
     join_outputs,
     loss_tokens,
+    row_bytes,
     sequence_lengths,
     split_outputs,
 )
@@ -57,9 +58,11 @@ from megatron_batching.plan import (
     BatchingOptions,
     CostModel,
     MicroBatchPlan,
+    Moving,
     load_cost_model,
     plan_mini_batch,
 )
+from megatron_batching.plan.learn import SECONDS
 
 VENDOR = "megatron_batching"
 VERL_VERSION = "0.9.1"
@@ -76,6 +79,7 @@ class _WholeMiniBatch:
     holdings: Holdings
     lengths: list[int]
     loss_tokens: list[float]
+    sample_bytes: list[int]
 
 
 class PlannedBatches:
@@ -104,6 +108,8 @@ class PlannedBatches:
         _LOG.info("micro-batches are planned: %s", self.settings)
         super().initialize()  # type: ignore[misc]
         check_overlap(self.tf_config)
+        if self._learner is None:
+            _ = self._told_costs  # a wrong file fails here rather than in the first step
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
@@ -167,13 +173,18 @@ class PlannedBatches:
 
     def _announce(self, data: TensorDict) -> _WholeMiniBatch:
         """Tell all replicas how long the samples here are, and hear of theirs."""
-        announced = gather((sequence_lengths(data), loss_tokens(data)), self._group)
+        told = (sequence_lengths(data), loss_tokens(data), row_bytes(data))
+        announced = gather(told, self._group)
+        lengths, tokens, sizes = (
+            [n for of in column for n in of] for column in zip(*announced, strict=True)
+        )
         return _WholeMiniBatch(
             holdings=Holdings(
-                counts=tuple(len(n) for n, _ in announced), rank=self._placement.dp_rank
+                counts=tuple(len(of[0]) for of in announced), rank=self._placement.dp_rank
             ),
-            lengths=[n for shard, _ in announced for n in shard],
-            loss_tokens=[n for _, shard in announced for n in shard],
+            lengths=lengths,
+            loss_tokens=tokens,
+            sample_bytes=sizes,
         )
 
     def _assign_counts(self, data: TensorDict, whole: _WholeMiniBatch) -> None:
@@ -283,7 +294,17 @@ class PlannedBatches:
                 with_entropy=bool(given("calculate_entropy", False)),
                 is_value_model=self._is_value_model,
             ),
+            moving=self._moving(whole),
         )
+
+    def _moving(self, whole: _WholeMiniBatch) -> Moving:
+        """What it costs that samples travel, in seconds where the costs are and somebody knows."""
+        bandwidth, model = self.settings.bandwidth, self._cost_model
+        seconds = None
+        if bandwidth is not None and model is not None and model.unit == SECONDS:
+            # As if all replicas sent and received alike.
+            seconds = 1.0 / (bandwidth * len(whole.holdings.counts))
+        return Moving(sample_bytes=whole.sample_bytes, time_per_byte=seconds)
 
     @property
     def _cost_model(self) -> CostModel | None:
@@ -294,7 +315,13 @@ class PlannedBatches:
     def _told_costs(self) -> CostModel | None:
         """What the settings name, read once."""
         cost, layout = self.settings.cost, self._placement.layout
-        return None if cost is None else load_cost_model(cost, layout)
+        model = None if cost is None else load_cost_model(cost, layout)
+        if self.settings.bandwidth is not None and model is not None and model.unit != SECONDS:
+            raise ValueError(
+                f"bandwidth={self.settings.bandwidth} with costs in {model.unit} ({cost}): what "
+                "moving costs is compared in seconds; give costs in seconds, or leave it out"
+            )
+        return model
 
     @cached_property
     def _learner(self) -> CostLearner | None:

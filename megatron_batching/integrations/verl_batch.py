@@ -81,6 +81,33 @@ def loss_tokens(data: TensorDict) -> list[float]:
     return [float(m.sum()) for m in (mask.unbind() if mask.is_nested else mask)]
 
 
+def row_bytes(data: TensorDict) -> list[int]:
+    """Bytes of each sample's tensors, those inside of objects too (images)."""
+    sizes = [0] * data.batch_size[0]
+    for value in data.values():
+        if isinstance(value, NonTensorStack):
+            parts = [_tensor_bytes(of_row) for of_row in value.tolist()]
+        elif not isinstance(value, Tensor):
+            continue
+        elif value.is_nested:
+            parts = [row.numel() * row.element_size() for row in value.unbind()]
+        else:
+            parts = [value[0].numel() * value.element_size()] * len(sizes)
+        sizes = [size + part for size, part in zip(sizes, parts, strict=True)]
+    return sizes
+
+
+def _tensor_bytes(value: Any) -> int:
+    """Bytes of the tensors anywhere in an object."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, Mapping):
+        return sum(map(_tensor_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_tensor_bytes, value))
+    return 0
+
+
 def dummy_row(template: Row) -> Row:
     """A sample of one token without loss, made from a real one; it only keeps a rank busy."""
     row = {key: value for key, value in template.items() if key != "multi_modal_inputs"}

@@ -14,6 +14,7 @@ from typing import get_args
 
 import yaml
 
+from megatron_batching.plan.cost import NAMED_COST_MODELS
 from megatron_batching.plan.layout import check_positive
 from megatron_batching.plan.options import Balance, Deferring, Method, Oversize, as_deferring
 from megatron_batching.schedules.files import check_choice, check_field_types, key_hint, parsing
@@ -54,6 +55,10 @@ class VerlSettings:
     cost: str | None = None
     """Cost model: `tokens` (default), `verl`, a file of coefficients, or `auto`: learned from the
     training steps of the run."""
+    bandwidth: int | None = None
+    """Bytes that a replica sends to others in a second, with costs in seconds (`auto`, or a file):
+    samples then move only for more time than they take. By default moving all of them is taken to
+    cost a hundredth of the step."""
     planned_shapes: bool = True
     """Take pipeline shapes from the plan instead of exchanging them."""
     defer_weight_gradients: Deferring = "auto"
@@ -76,6 +81,13 @@ class VerlSettings:
         ):
             check_choice(name, getattr(self, name), get_args(choices))
         check_field_types(self)
+        if self.bandwidth is not None:
+            check_positive("bandwidth", self.bandwidth)
+            if self.cost in (None, *NAMED_COST_MODELS):
+                raise ValueError(
+                    f"bandwidth={self.bandwidth} with cost={self.cost}: what moving costs is "
+                    "compared in seconds; set cost: auto, or to a file in seconds, or leave it out"
+                )
         if self.max_tokens_in_flight is not None:
             check_positive("max_tokens_in_flight", self.max_tokens_in_flight)
             if deferring == "off":

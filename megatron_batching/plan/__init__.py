@@ -11,6 +11,7 @@ from megatron_batching.plan.cost import (
     verl_cost_model,
 )
 from megatron_batching.plan.flops import StageCosts, transformer_cost_model
+from megatron_batching.plan.homes import Moving
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.lengths import QUANTILES, parse_lengths, read_lengths, sample_lengths
 from megatron_batching.plan.micro_batch_plan import MicroBatch, MicroBatchPlan, ReplicaPlan
@@ -26,6 +27,7 @@ __all__ = [
     "Layout",
     "MicroBatch",
     "MicroBatchPlan",
+    "Moving",
     "Prediction",
     "ReplicaPlan",
     "StageCosts",

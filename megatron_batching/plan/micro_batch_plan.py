@@ -100,11 +100,19 @@ class MicroBatchPlan:
     @property
     def num_moved(self) -> int:
         """Samples that run on another replica than the one that held them."""
-        return sum(
-            self.owners[row] != replica.dp_rank
-            for replica in self.replicas
-            for batch in replica.micro_batches
-            for row in batch.samples
+        return len(self.moved)
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Rows of those samples, ascending."""
+        return tuple(
+            sorted(
+                row
+                for replica in self.replicas
+                for batch in replica.micro_batches
+                for row in batch.samples
+                if self.owners[row] != replica.dp_rank
+            )
         )
 
     @property

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_batching.plan.bound import lower_bounds
 from megatron_batching.plan.cost import CostModel, uniform_cost_model
+from megatron_batching.plan.homes import Homes, Moving
 from megatron_batching.plan.items import Items, check_lengths, gather_items
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.limits import check_size
@@ -72,6 +73,7 @@ def plan_mini_batch(
     cost_model: CostModel | None = None,
     owners: Sequence[int] | None = None,
     memory_model: MemoryModel | None = None,
+    moving: Moving | None = None,
 ) -> MicroBatchPlan:
     """Plan one mini-batch, on all replicas at once.
 
@@ -80,8 +82,10 @@ def plan_mini_batch(
         layout: sizes of the run.
         options: limits and wishes.
         cost_model: times to plan by; None counts tokens (`uniform_cost_model`).
-        owners: dp rank that holds each sample; None means contiguous blocks.
+        owners: dp rank that holds each sample, which has to travel if it runs elsewhere; None:
+            every rank has all samples, so that nothing travels (contiguous blocks are noted).
         memory_model: what ranks hold; needed for, and only used with, `options.memory_limit`.
+        moving: what it costs that samples travel; by default as `Moving()` says. Only with owners.
 
     Raises:
         ValueError: the input cannot be planned; the line names value, rule and remedy.
@@ -95,7 +99,7 @@ def plan_mini_batch(
     started = time.perf_counter()
     problem, options = _problem(lengths, layout, options, cost_model, owners, memory_model)
     items = problem.items
-    found, bound = _search(problem, layout, options)
+    found, bound = _search(problem, layout, options, _homes(problem, options, owners, moving))
     return MicroBatchPlan(
         layout=layout,
         options=options,
@@ -249,21 +253,36 @@ def _problem(
     return PackingProblem(items, layout, options, model, memory), options
 
 
+def _homes(
+    problem: PackingProblem,
+    options: BatchingOptions,
+    owners: Sequence[int] | None,
+    moving: Moving | None,
+) -> Homes | None:
+    """Where the items lie; None where nothing travels."""
+    if owners is None:
+        if moving is not None:
+            raise ValueError("moving without owners: say which dp rank holds each sample, too")
+        return None
+    step = max(lower_bounds(problem, problem.layout, options))
+    return Homes(problem.items, moving or Moving(), problem.layout.dp, step)
+
+
 def _search(
-    problem: PackingProblem, layout: Layout, options: BatchingOptions
+    problem: PackingProblem, layout: Layout, options: BatchingOptions, homes: Homes | None
 ) -> tuple[_Found, float]:
     """The best plan found, and the step time that none can beat.
 
     Where a memory limit is not kept by it, lower caps are tried, down to the longest item.
     """
-    found, bound = _search_once(problem, layout, options)
+    found, bound = _search_once(problem, layout, options, homes)
     if problem.memory is None or found.fits:
         return found, bound
     tried = [found]
     least = float(problem.weights.max())
     for share in LOWER_CAPS:
         narrower = problem.capped(max(least, problem.cap * share))
-        found, _ = _search_once(narrower, layout, options)
+        found, _ = _search_once(narrower, layout, options, homes)
         if found.fits:
             return found, bound
         tried.append(found)
@@ -273,7 +292,7 @@ def _search(
 
 
 def _search_once(
-    problem: PackingProblem, layout: Layout, options: BatchingOptions
+    problem: PackingProblem, layout: Layout, options: BatchingOptions, homes: Homes | None
 ) -> tuple[_Found, float]:
     """The best plan under the problem's cap, and the step time that none can beat.
 
@@ -281,11 +300,11 @@ def _search_once(
     they fill; so the best cut without them is tried too, with and without. Putting off has to gain
     `LEAST_GAIN` over that one.
     """
-    first = Search(problem, layout, options)
+    first = Search(problem, layout, options, homes)
     best = _filled(problem, options, *_cut(first))
     if problem.deferred and options.method == "search":
         whole = problem.judged(False)
-        cut = _cut(Search(whole, layout, options))
+        cut = _cut(Search(whole, layout, options, homes))
         other = _filled(whole, options, *cut)
         least = least_deferred_step_time(problem.model, layout, cut[0], cut[2])
         if least < best.step_time or not best.fits:

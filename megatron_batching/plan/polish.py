@@ -6,7 +6,7 @@ the slowest and a fast replica, taken together as one row of micro-batches, the 
 item over or trade two. The changes are drawn from a generator with a fixed seed: the same plan on
 every rank. Taking the best of a batch suits the simulator, whose time hardly depends on how many
 plans run along; the alternative, annealing one change at a time, needs a hundred times the
-simulator calls.
+simulator calls. Where samples have homes, a change has to gain more than its bytes cost.
 
 Legend: n items of the replicas that change, M micro-batches of both, C changed plans.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_batching.plan.homes import Homes
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.pack import Candidate, PackingProblem, split
 
@@ -30,14 +31,15 @@ STEP_SHARE = 0.02  # at most this share of the step,
 OP_SECONDS = 50e-9  # with so much for an op; 30 to 40 ns were measured on one 2023 server core
 
 
-class _Replica:
+class ChangingReplica:
     """A replica's plan while it changes, and those that it meets in MoE layers, itself included.
 
     These take the same time: each op of theirs waits for the longest.
     """
 
-    def __init__(self, candidate: Candidate, block: list[_Replica]) -> None:
+    def __init__(self, rank: int, candidate: Candidate, block: list[ChangingReplica]) -> None:
         packing = candidate.packing
+        self.rank = rank
         self.num_bins = len(packing)
         self.items = np.concatenate(packing)
         self.bins = np.repeat(np.arange(self.num_bins), [len(held) for held in packing])
@@ -47,17 +49,36 @@ class _Replica:
         block.append(self)
 
     def take(self, items: np.ndarray, bins: np.ndarray, time: float) -> None:
+        """Change the plan to one that takes so long."""
         self.items, self.bins = items, bins
         for replica in self.block:
             replica.time, replica.fruitless = time, 0
 
-    def mates(self, problem: PackingProblem, other: _Replica | None = None) -> list[np.ndarray]:
+    def mates(
+        self, problem: PackingProblem, other: ChangingReplica | None = None
+    ) -> list[np.ndarray]:
         """[M, 3] features of the replicas that it meets, `other` left out."""
         return [
             problem.measure(r.items, r.bins, r.num_bins)[0]
             for r in self.block
             if r is not self and r is not other
         ]
+
+    def candidate(self) -> Candidate:
+        """The plan as it is now."""
+        return Candidate(time=self.time, packing=split(self.items, self.bins, self.num_bins))
+
+
+def changing_replicas(
+    problem: PackingProblem, candidates: list[Candidate]
+) -> list[ChangingReplica]:
+    """The replicas of a plan, which may be changed from now on."""
+    blocks: list[list[ChangingReplica]] = [[] for _ in candidates]
+    linked = problem.layout.linked_replicas
+    return [
+        ChangingReplica(rank, candidate, blocks[rank // linked])
+        for rank, candidate in enumerate(candidates)
+    ]
 
 
 def polish(
@@ -66,15 +87,16 @@ def polish(
     candidates: list[Candidate],
     moves_between: bool,
     budget: int,
+    homes: Homes | None = None,
 ) -> list[Candidate]:
     """Improve the replicas' plans until nothing helps or `budget` plans were simulated.
 
-    moves_between: items may change replicas. The counts and the group stay as they are.
+    moves_between: items may change replicas. The counts and the group stay as they are. homes:
+    where the items lie, if moving them costs something.
     """
     rng = np.random.Generator(np.random.PCG64(SEED))
-    blocks: list[list[_Replica]] = [[] for _ in candidates]
     linked = problem.layout.linked_replicas
-    replicas = [_Replica(c, blocks[rank // linked]) for rank, c in enumerate(candidates)]
+    replicas = changing_replicas(problem, candidates)
     while budget > 0:
         # The step is as long as its slowest replica, so only that one's plan is worth changing. It
         # may hand work to any of the faster half; which one is drawn, so that all have their turn.
@@ -87,8 +109,8 @@ def polish(
         slowest.fruitless += 1
         fast = by_time[max(1, len(by_time) // 2) :] if moves_between else []
         other = replicas[fast[int(rng.integers(len(fast)))]] if fast else None
-        budget -= _change(problem, group, slowest, other, rng)
-    return [Candidate(time=r.time, packing=split(r.items, r.bins, r.num_bins)) for r in replicas]
+        budget -= _change(problem, group, slowest, other, rng, homes)
+    return [replica.candidate() for replica in replicas]
 
 
 def default_budget(candidates: list[Candidate], layout: Layout, seconds: float | None) -> int:
@@ -108,9 +130,10 @@ def default_budget(candidates: list[Candidate], layout: Layout, seconds: float |
 def _change(
     problem: PackingProblem,
     group: int | None,
-    slow: _Replica,
-    other: _Replica | None,
+    slow: ChangingReplica,
+    other: ChangingReplica | None,
     rng: np.random.Generator,
+    homes: Homes | None,
 ) -> int:
     """Take the best of a batch of changes, if it gains; returns how many plans were simulated."""
     own, middle = len(slow.items), slow.num_bins
@@ -129,6 +152,59 @@ def _change(
     if other is not None:
         between, partners = np.arange(CHANGES_A_ROUND, batch), range(own, len(items))
         _move_items(changed, between, own, partners, range(middle, num_bins), rng)
+    times, simulated = changed_times(
+        problem, group, slow, other, items, changed, within=CHANGES_A_ROUND
+    )
+    worth = times.max(axis=0)
+    if homes is not None and other is not None:
+        worth = worth + homes.price * _travelling(homes, slow, other, items, changed, bins)
+    best = int(np.argmin(worth))
+    if worth[best] < slow.time * (1 - LEAST_GAIN):
+        take_change(slow, other, items, changed[best], times[:, best])
+    return simulated
+
+
+def _travelling(
+    homes: Homes,
+    one: ChangingReplica,
+    other: ChangingReplica,
+    items: np.ndarray,
+    changed: np.ndarray,
+    bins: np.ndarray,
+) -> np.ndarray:
+    """[C] bytes that travel more in changed plans [C, n] than in the plan [n] of two replicas."""
+    home, stays = homes.home[items], homes.stays[items]
+    # Of each item, what stays more by being on `one` rather than on `other`.
+    for_one = stays * ((home == one.rank).astype(float) - (home == other.rank))
+    on_one = (bins < one.num_bins).astype(float)
+    return ((on_one - (changed < one.num_bins)) * for_one).sum(axis=1)
+
+
+def changed_times(
+    problem: PackingProblem,
+    group: int | None,
+    one: ChangingReplica,
+    other: ChangingReplica | None,
+    items: np.ndarray,
+    changed: np.ndarray,
+    *,
+    within: int = 0,
+) -> tuple[np.ndarray, int]:
+    """[2, C] step times of both replicas, and how many plans of one of them were simulated.
+
+    They are infinite over the cap, and 0 for the other in the plans that do not change it.
+
+    Args:
+        problem: the limits and what items cost.
+        group: of the interleaved schedule.
+        one: the replica that changes.
+        other: the one that changes with it, if any.
+        items: [n] of both.
+        changed: [C, n] bin of each item, those of `other` counted on from the last of `one`.
+        within: so many plans, the first ones, leave `other` alone.
+    """
+    batch, middle = len(changed), one.num_bins
+    num_bins = middle + (0 if other is None else other.num_bins)
     # Bins of all changed plans are numbered through, so that one call measures them all.
     features, fits = problem.measure(
         np.tile(items, batch),
@@ -137,30 +213,45 @@ def _change(
     )
     features = features.reshape(batch, num_bins, -1)
     able = np.flatnonzero(fits.reshape(batch, num_bins).all(axis=1))
-    traded = able[able >= CHANGES_A_ROUND]
-    # [2, C] step times of both replicas; infinite over the cap, 0 where the other's is unchanged
+    traded = able[able >= within]
     times = np.stack([np.full(batch, np.inf), np.zeros(batch)])
     mine, others = features[:, :middle], features[:, middle:]
     # A replica on its own is simulated alone. Replicas that meet in MoE layers are simulated
     # together, those that do not change included; if both at hand meet, one time holds for both.
-    if len(slow.block) == 1:
+    if len(one.block) == 1:
         times[0, able], times[1, traded] = _step_times(problem, group, mine[able], others[traded])
-    elif other in slow.block:
-        beside = [others[able], *slow.mates(problem, other)]
+    elif other in one.block:
+        beside = [others[able], *one.mates(problem, other)]
         times[0, able] = problem.step_times(group, mine[able], beside)
     else:
-        times[0, able] = problem.step_times(group, mine[able], slow.mates(problem))
+        times[0, able] = problem.step_times(group, mine[able], one.mates(problem))
         if other is not None and len(traded):
             times[1, traded] = problem.step_times(group, others[traded], other.mates(problem))
-    best = int(np.argmin(times.max(axis=0)))
-    if times[:, best].max() < slow.time * (1 - LEAST_GAIN):
-        # An item belongs to the slow replica if it now lies in one of its bins, which come first.
-        is_own = changed[best] < middle
-        slow.take(items[is_own], changed[best, is_own], float(times[0, best]))
-        if other is not None and best >= CHANGES_A_ROUND:
-            time = float(times[0 if other in slow.block else 1, best])
-            other.take(items[~is_own], changed[best, ~is_own] - middle, time)
-    return len(able) + len(traded)
+    return times, len(able) + len(traded)
+
+
+def take_change(
+    one: ChangingReplica,
+    other: ChangingReplica | None,
+    items: np.ndarray,
+    bins: np.ndarray,
+    times: np.ndarray,
+) -> None:
+    """Take up one of the plans that `changed_times` has looked at.
+
+    Args:
+        one: as there.
+        other: as there.
+        items: as there.
+        bins: [n] of the plan.
+        times: [2] of both replicas; the other's is 0 where it does not change.
+    """
+    # An item belongs to the first replica if it now lies in one of its bins, which come first.
+    is_own = bins < one.num_bins
+    one.take(items[is_own], bins[is_own], float(times[0]))
+    if other is not None and not np.array_equal(items[~is_own], other.items):
+        time = float(times[0 if other in one.block else 1])
+        other.take(items[~is_own], bins[~is_own] - one.num_bins, time)
 
 
 def _move_items(

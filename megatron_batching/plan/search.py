@@ -7,7 +7,9 @@ once. (2) Rebalance: what a replica idles in its best plan is charged to it, and
 spread over the replicas again. (3) Polish: the slowest replica's plan is changed a little, alone
 or by trading items with another replica, as long as that helps and the budget lasts. The baseline
 is always among the candidates, so the result is never worse. Replicas that meet in MoE layers are
-swept one by one like all others, and from then on judged together.
+swept one by one like all others, and from then on judged together. Where samples have homes
+(`plan.homes`), (1) and (2) begin with what replicas hold, and plans are judged by the step and by
+what moving costs.
 
 Trade-off. The sweep does most of the work at a cost that hardly grows with the number of
 candidates; an exact method (integer programming over the same choices) would take seconds for a
@@ -17,16 +19,21 @@ every run ends with the same plan.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from megatron_batching.plan.baseline import plan_baseline
 from megatron_batching.plan.bound import lower_bounds, work_bound
 from megatron_batching.plan.counts import count_range, is_legal, legal_count, open_groups
+from megatron_batching.plan.homes import Homes, among_equals, near_shares, settled
+from megatron_batching.plan.homing import brought_home
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.options import BatchingOptions
-from megatron_batching.plan.pack import Candidate, Packing, PackingProblem, small_ends
+from megatron_batching.plan.orders import FEW_ROUNDS_OF_PP, alternating, next_rung, orders, taper
+from megatron_batching.plan.pack import Candidate, Packing, PackingProblem
 from megatron_batching.plan.polish import default_budget, polish
 from megatron_batching.plan.spread import (
     Shares,
@@ -37,15 +44,14 @@ from megatron_batching.plan.spread import (
     tight_shares,
 )
 
-COUNT_LADDER = 1.2  # ratio of neighbouring counts that the sweep tries
 SWEEP_REACH = 1.6  # the sweep stops this far above the last count that brought a gain
 CLEAR_GAIN = 0.997  # ratio of times that counts as a gain
 GOOD_ENOUGH_GAP = 0.02  # a plan this near the lower bound ends the search ...
 EXACT_GAP = 0.002  # ... or this near, where simulating costs little:
 SMALL_JOB = 4096  # items x virtual stages
-FEW_ROUNDS_OF_PP = 4  # up to so many times pp micro-batches, more groups and orders are tried
 NUM_REPRESENTATIVES = 16
 NUM_REBALANCES = 2
+NEAR_ENOUGH = 1.05  # of the bound: up to there what lies at home is not taken apart
 NUM_FINALISTS = 6  # plans that are polished a little, the best of them then further,
 CLOSE_TO_BEST = 1.1  # if within this ratio of the best,
 TRIAL_SHARE = 1 / 16  # with this share of the budget each,
@@ -122,10 +128,21 @@ class Finalist:
 
 
 class Search:
-    """One search; `run` gives group and packings, one a replica."""
+    """One search; `run` gives group and packings, one a replica.
 
-    def __init__(self, problem: PackingProblem, layout: Layout, options: BatchingOptions) -> None:
+    homes: where the items lie; None where nothing would travel.
+    """
+
+    def __init__(
+        self,
+        problem: PackingProblem,
+        layout: Layout,
+        options: BatchingOptions,
+        homes: Homes | None = None,
+    ) -> None:
         self.problem, self.layout, self.options = problem, layout, options
+        self.moves = options.balance == "replicas" and layout.dp > 1
+        self.homes = homes if self.moves else None
         self.bound = max(lower_bounds(problem, layout, options))
         self.low, self.high = count_range(options)
         self.num_tapers = len(TAPERS) if layout.vpp == 1 else INTERLEAVED_TAPERS
@@ -142,22 +159,20 @@ class Search:
             return baseline[0].group, [c.packing for c in baseline[0].candidates]
         shares = owned
         finalists: list[Finalist] = []
-        if self.options.balance == "replicas" and self.layout.dp > 1:
-            shares = self._feasible(balanced_shares(self.problem, self.layout.dp))
-        for attempt in range(NUM_REBALANCES + 1):
-            # Each round plans all replicas for the shares at hand. Every plan that comes of it
-            # stays in the running, since a rebalanced one need not be better.
-            found = self._fit(shares)
-            finalists += found
-            if not found or shares is owned or attempt == NUM_REBALANCES:
-                break
-            best = min(found, key=_time)
-            if self._good_enough(best.time):
-                break
-            # What a replica idles in its best plan counts as work of its own in the next spread, so
-            # that replicas with deep bubbles get fewer samples.
-            idle = self._idle(shares, best.candidates)
-            shares = self._feasible(rebalanced_shares(self.problem, shares, idle))
+        homes, dp = self.homes, self.layout.dp
+        if homes is not None:
+            near = self._feasible(near_shares(self.problem, homes, owned))
+            finalists += self._rounds(near, partial(self._nearer, homes))
+            if homes.is_known:  # bytes may cost more than any of it gains
+                finalists += self._fit(self._feasible(owned))
+        # Regardless of homes only where much is left to gain.
+        if self.moves and not any(f.time <= NEAR_ENOUGH * self.bound for f in finalists):
+            shares = self._feasible(balanced_shares(self.problem, dp))
+            finalists += self._rounds(
+                shares, lambda shares, idle: rebalanced_shares(self.problem, shares, idle)
+            )
+        elif not self.moves:
+            finalists += self._fit(owned)
         # Owners that are this uneven cannot win, and need not be tried.
         if not finalists or min(f.time for f in finalists) > work_bound(
             self.problem, owned, self.layout.pp
@@ -165,8 +180,64 @@ class Search:
             finalists += self._baseline(owned)
         if not finalists:
             raise self._infeasible(shares)
-        best = self._polished(sorted(finalists, key=_time)[:NUM_FINALISTS])
+        finalists = [self._settled(finalist) for finalist in finalists]
+        best = self._polished(sorted(finalists, key=self._worth)[:NUM_FINALISTS])
         return best.group, [candidate.packing for candidate in best.candidates]
+
+    def _nearer(self, homes: Homes, shares: Shares, idle: np.ndarray) -> Shares | None:
+        """Shares near home that make up for idle times [dp]; None where these do already."""
+        found = near_shares(self.problem, homes, shares, idle)
+        return None if all(map(np.array_equal, found, shares)) else found
+
+    def _rounds(
+        self, shares: Shares, spread: Callable[[Shares, np.ndarray], Shares | None]
+    ) -> list[Finalist]:
+        """Plans for these shares, and for those that follow from what replicas idle in them.
+
+        spread: makes new shares of shares and idle times [dp], or None where there are none.
+        """
+        finalists: list[Finalist] = []
+        for attempt in range(NUM_REBALANCES + 1):
+            # Each round plans all replicas for the shares at hand. Every plan that comes of it
+            # stays in the running, since a rebalanced one need not be better.
+            found = self._fit(shares)
+            finalists += found
+            if not found or attempt == NUM_REBALANCES:
+                break
+            best = min(found, key=_time)
+            if self._good_enough(best.time):
+                break
+            # What a replica idles in its best plan counts as work of its own in the next spread, so
+            # that replicas with deep bubbles get fewer samples.
+            following = spread(shares, self._idle(shares, best.candidates))
+            if following is None:
+                break
+            shares = self._feasible(following)
+        return finalists
+
+    def _worth(self, finalist: Finalist) -> float:
+        """Lower is better: the step, and the price of what moves."""
+        if self.homes is None:
+            return finalist.time
+        away = self.homes.away([c.packing for c in finalist.candidates])
+        return finalist.time + self.homes.price * away
+
+    def _settled(self, finalist: Finalist) -> Finalist:
+        """The same plan on the replicas that hold the most of it."""
+        if self.homes is None:
+            return finalist
+        packings = [c.packing for c in finalist.candidates]
+        replica = settled(self.problem, self.homes, packings)
+        order = np.argsort(replica)
+        packings = among_equals(self.problem, self.homes, [packings[i] for i in order])
+        times = [finalist.candidates[i].time for i in order]
+        return Finalist(
+            group=finalist.group,
+            candidates=[
+                Candidate(time=time, packing=packing)
+                for time, packing in zip(times, packings, strict=True)
+            ],
+        )
 
     def _baseline(self, shares: Shares) -> list[Finalist]:
         plan = plan_baseline(self.problem, shares, self.layout, self.options)
@@ -194,29 +265,37 @@ class Search:
 
     def _polished(self, finalists: list[Finalist]) -> Finalist:
         """The best of the finalists (fastest first) after polishing each."""
-        if self._good_enough(finalists[0].time):
-            return finalists[0]
         seconds = finalists[0].time if self.problem.model.unit == "s" else None
         budget = self.options.search_budget or default_budget(
             finalists[0].candidates, self.layout, seconds
         )
-        close = [f for f in finalists if f.time <= CLOSE_TO_BEST * finalists[0].time]
+        if self._good_enough(finalists[0].time):
+            return self._brought_home(finalists[0], budget)
+        most = CLOSE_TO_BEST * self._worth(finalists[0])
+        close = [f for f in finalists if self._worth(f) <= most]
         # Which finalist polishes best cannot be told from its time before: the close ones are tried
         # with a small share of the budget each, and the rest goes to the winner.
         trial = int(budget * TRIAL_SHARE)
         best = finalists[0]
         if trial >= LEAST_TRIAL and len(close) > 1:
-            best = min((self._polish(f, trial) for f in close), key=_time)
+            best = min((self._polish(f, trial) for f in close), key=self._worth)
             budget -= trial * len(close)
-        return self._polish(best, budget)
+        return self._brought_home(self._polish(best, budget), budget)
 
     def _polish(self, finalist: Finalist, budget: int) -> Finalist:
-        moves_between = self.options.balance == "replicas"
         group, candidates = finalist.group, finalist.candidates
         return Finalist(
             group=group,
-            candidates=polish(self.problem, group, candidates, moves_between, budget),
+            candidates=polish(self.problem, group, candidates, self.moves, budget, self.homes),
         )
+
+    def _brought_home(self, finalist: Finalist, budget: int) -> Finalist:
+        """The plan without the moves that are not worth their bytes."""
+        if self.homes is None:
+            return finalist
+        group = finalist.group
+        candidates = brought_home(self.problem, group, finalist.candidates, self.homes, budget)
+        return Finalist(group=group, candidates=candidates)
 
     def _good_enough(self, time: float) -> bool:
         return time <= self.enough
@@ -366,7 +445,7 @@ class Search:
         self, shares: Shares, ranks: list[int], setting: Setting, quick: bool
     ) -> list[tuple[int, Candidate]]:
         """The best packing of each rank under one setting."""
-        owners, packings, features, orders = [], [], [], []
+        owners, packings, features, chosen = [], [], [], []
         # Every order of every packing of a replica is a candidate: one row of `features` each.
         for rank in ranks:
             for packing in self._packings(
@@ -378,7 +457,7 @@ class Search:
                     owners.append(rank)
                     packings.append(packing)
                     features.append(plain[order])
-                    orders.append(order)
+                    chosen.append(order)
         if not owners:
             return []
         times = self.problem.step_times(setting[1], np.stack(features))
@@ -389,15 +468,15 @@ class Search:
         return [
             (
                 rank,
-                Candidate(time=float(times[i]), packing=tuple(packings[i][at] for at in orders[i])),
+                Candidate(time=float(times[i]), packing=tuple(packings[i][at] for at in chosen[i])),
             )
             for rank, i in best.items()
         ]
 
     def _orders(self, loads: np.ndarray) -> list[np.ndarray]:
-        orders = _orders(loads, self.layout.pp)
+        tried = orders(loads, self.layout.pp)
         # Large beside small ones make what is in flight together the same at all times.
-        return orders if self.problem.memory is None else [*orders, alternating(loads)]
+        return tried if self.problem.memory is None else [*tried, alternating(loads)]
 
     def _packings(self, share: np.ndarray, count: int, num_tapers: int) -> list[Packing]:
         if self.problem.padded or len(share) <= count:
@@ -408,53 +487,6 @@ class Search:
             for least, length in TAPERS[:num_tapers]
         )
         return [packing for packing in tried if packing is not None]
-
-
-def taper(num_bins: int, least: float, length: float, load: float) -> np.ndarray:
-    """[num_bins] loads that micro-batches start with so that they end up growing from both ends.
-
-    The first and the last get about `least` of a full one; `length` micro-batches later they are
-    full. load: what is to be packed in all.
-
-    >>> taper(4, 0.0, 2, 3.0).tolist()
-    [0.5, 0.0, 0.0, 0.5]
-    """
-    place = np.arange(num_bins)
-    from_end = np.minimum(place, place[::-1]) + 1
-    weight = np.minimum(1.0, least + (1.0 - least) * from_end / max(length, 1.0))
-    return (1.0 - weight) * load / weight.sum()
-
-
-def next_rung(count: int) -> int:
-    """The next count of the ladder: the same ones for every mini-batch, so simulators are reused.
-
-    >>> next_rung(1), next_rung(10), next_rung(11), next_rung(100)
-    (2, 12, 12, 105)
-    """
-    rung = 1
-    while rung <= count:
-        rung = max(rung + 1, int(rung * COUNT_LADDER))
-    return rung
-
-
-def alternating(loads: np.ndarray) -> np.ndarray:
-    """Order in which the smallest follows the largest, and so on with those that are left.
-
-    >>> alternating(np.array([5, 1, 4, 2, 3])).tolist()
-    [0, 1, 2, 3, 4]
-    """
-    descending = np.argsort(-loads, kind="stable")
-    count = len(loads)
-    order = np.empty(count, dtype=np.int64)
-    order[::2] = descending[: -(-count // 2)]
-    order[1::2] = descending[-(-count // 2) :][::-1]
-    return order
-
-
-def _orders(loads: np.ndarray, pp: int) -> list[np.ndarray]:
-    ends = small_ends(loads)
-    ascending = [np.argsort(loads, kind="stable")] if len(loads) <= FEW_ROUNDS_OF_PP * pp else []
-    return [ends, ends[::-1], *ascending]
 
 
 def _time(finalist: Finalist) -> float:

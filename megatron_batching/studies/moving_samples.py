@@ -3,10 +3,11 @@
 Run: torchrun --nproc-per-node DP -m megatron_batching.studies.moving_samples [options]
 
 Every process plays one replica and holds an equal share of each mini-batch, with the fields of a
-GRPO batch. Measured: sending samples to where the plan runs them and their log-probabilities and
-entropies home, over gloo through host memory (GPUs have faster ways). Simulated: the step with
-`balance="replicas"` against the same with `balance="none"`. The break-even is the step time above
-which moving pays: cost / (1 - 1 / gain). The last line is JSON.
+GRPO batch. Three plans of it: one that leaves samples where they are (`balance="none"`), one made
+regardless of where they are, as if every rank had all, and the one that is used, which moves few.
+Measured: sending samples to where the plan runs them and their log-probabilities and entropies
+home, over gloo through host memory (GPUs have faster ways). Simulated: the step. The break-even is
+the step time above which moving pays: cost / (1 - 1 / gain). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from megatron_batching.plan import (
     BatchingOptions,
     Layout,
     MicroBatchPlan,
+    Moving,
     plan_mini_batch,
     read_lengths,
     verl_cost_model,
@@ -58,42 +61,58 @@ def _measure(name: str, cap: int, options: argparse.Namespace) -> dict[str, Any]
     lengths = [min(n, cap) for n in read_lengths(f"{name}:{options.samples * dp}")]
     holdings = Holdings(counts=(options.samples,) * dp, rank=rank)
     layout = Layout(pp=options.pp, vpp=options.vpp, dp=dp)
+    sizes = [_size(_sample(n)) for n in lengths]
 
-    def plan(balance: Balance) -> MicroBatchPlan:
+    def plan(balance: Balance, *, has_homes: bool = True) -> MicroBatchPlan:
         batching = BatchingOptions(max_tokens_per_micro_batch=cap, balance=balance)
-        model = verl_cost_model(layout)
-        return plan_mini_batch(lengths, layout, batching, model, owners=holdings.owners)
+        where: dict[str, Any] = {}
+        if has_homes:
+            where = {"owners": holdings.owners, "moving": Moving(sample_bytes=sizes)}
+        made = plan_mini_batch(lengths, layout, batching, verl_cost_model(layout), **where)
+        return replace(made, owners=holdings.owners)
 
-    moved, stayed = plan("replicas"), plan("none")
-    gain = stayed.predicted.step_time / moved.predicted.step_time
+    stayed = plan("none")
+    row: dict[str, Any] = {"trace": name, "samples": len(lengths), "megabytes": sum(sizes) / 1e6}
     held = [_sample(lengths[n]) for n in holdings.own]
+    for kind, made in (
+        ("regardless", plan("replicas", has_homes=False)),
+        ("used", plan("replicas")),
+    ):
+        seconds = _seconds(made, held, holdings, options.repeats)
+        gain = stayed.predicted.step_time / made.predicted.step_time
+        row[kind] = {
+            "moved": made.num_moved,
+            "moved_megabytes": sum(sizes[n] for n in made.moved) / 1e6,
+            "there_and_back_s": seconds,
+            "gain": gain,
+            "break_even_step_s": seconds / (1 - 1 / gain) if gain > 1 else None,
+        }
+        if rank == 0:
+            print(
+                f"{name}, dp {dp}, pp {options.pp} x vpp {options.vpp}, {kind}: "
+                f"{made.num_moved} of {len(lengths)} samples move, "
+                f"{row[kind]['moved_megabytes']:.2f} of {row['megabytes']:.2f} MB, "
+                f"{seconds * 1e3:.1f} ms there and back; step {gain:.3f}x faster (simulated)",
+                flush=True,
+            )
+    return row
+
+
+def _seconds(
+    plan: MicroBatchPlan, held: list[dict[str, torch.Tensor]], holdings: Holdings, repeats: int
+) -> float:
+    """Median time of moving samples and sending outputs home, of the slowest rank."""
     seconds = []
-    for _ in range(options.repeats + 1):
+    for _ in range(repeats + 1):
         dist.barrier()
         start = time.perf_counter()
-        here = move_samples(held, holdings, moved, dist.group.WORLD)
+        here = move_samples(held, holdings, plan, dist.group.WORLD)
         outputs = {n: {"log_probs": s["returns"], "entropy": s["returns"]} for n, s in here.items()}
-        send_home(outputs, holdings, moved, dist.group.WORLD)
+        send_home(outputs, holdings, plan, dist.group.WORLD)
         seconds.append(time.perf_counter() - start)
     slowest = torch.tensor(statistics.median(seconds[1:]))
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    row = {
-        "trace": name,
-        "samples": len(lengths),
-        "moved": moved.num_moved,
-        "megabytes": sum(_size(_sample(n)) for n in lengths) / 1e6,
-        "there_and_back_s": slowest.item(),
-        "gain": gain,
-        "break_even_step_s": slowest.item() / (1 - 1 / gain) if gain > 1 else None,
-    }
-    if rank == 0:
-        print(
-            f"{name}, dp {dp}, pp {options.pp} x vpp {options.vpp}: {row['moved']} of "
-            f"{row['samples']} samples move, {slowest.item() * 1e3:.1f} ms there and back; "
-            f"step {gain:.2f}x faster (simulated)",
-            flush=True,
-        )
-    return row
+    return float(slowest)
 
 
 def _sample(n: int) -> dict[str, torch.Tensor]:

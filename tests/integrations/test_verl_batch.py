@@ -14,7 +14,7 @@ pytest.importorskip("verl", reason="needs pip install megatron-batching[verl]")
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from megatron_batching.integrations.verl_batch import RowFormat
+from megatron_batching.integrations.verl_batch import RowFormat, row_bytes
 
 
 def test_batches_are_built_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +34,18 @@ def test_batches_are_built_while_another_thread_compiles(monkeypatch: pytest.Mon
     assert [x.tolist() for x in batch["input_ids"].unbind()] == [[4], [1, 2, 3]]
     assert list(batch["name"]) == ["b", "a"]
     assert batch["num_micro_batch"] == 3
+
+
+def test_bytes_are_of_all_tensors_of_a_sample() -> None:
+    pieces = [torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)]
+    images = [{"pixel_values": torch.zeros(4, 6), "more": [torch.zeros(2)]}, {}]
+    data = TensorDict(
+        {
+            "input_ids": torch.nested.as_nested_tensor(pieces, layout=torch.jagged),
+            "score": torch.zeros(2, 5, dtype=torch.bfloat16),
+            "multi_modal_inputs": NonTensorStack.from_list([NonTensorData(i) for i in images]),
+            "temperature": NonTensorData(1.0),
+        },
+        batch_size=[2],
+    )
+    assert row_bytes(data) == [3 * 8 + 5 * 2 + 24 * 4 + 2 * 4, 8 + 5 * 2]

@@ -7,15 +7,19 @@ Command: pytest tests/integrations/test_verl_engine_multiproc.py
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("verl", reason="needs pip install megatron-batching[verl]")
 pytest.importorskip("mbridge", reason="needs pip install megatron-batching[verl]")
 
 from megatron_batching.integrations.verl_losses import CUT_DEPENDENT
+from megatron_batching.plan import CostModel
 from tests.integrations import verl_cases, verl_cpu
 from tests.integrations.verl_pool import VerlPools, worst
 
@@ -129,6 +133,22 @@ def test_samples_move_between_replicas_and_outputs_come_home(
     assert run(pools, layout, **case)[0]["num_moved"] > 0
     settings = f"balance: none\nmemory_limit: {2**40}"  # which is enough: verl's cap stays
     assert run(pools, layout, **case, settings=settings)[0]["num_moved"] == 0
+
+
+@by_layout("pp2-dp2")
+def test_samples_stay_where_moving_takes_longer(
+    pools: VerlPools, layout: str, tmp_path: Path
+) -> None:
+    """A step takes seconds; a kilobyte takes a microsecond, or half an hour."""
+    forward = np.array([[0, 1e-2, 0]] * 2)
+    times = CostModel(forward=forward, backward=2 * forward, unit="s")
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(times.to_json()))
+    case = dict(loss="none", forward_only=True, limits=CAP, lengths=[[90, 80, 70], [5, 6, 7]])
+    for bandwidth, moves in ((10**9, True), (1, False)):
+        settings = f"cost: {path}\nbandwidth: {bandwidth}"
+        [result, *_] = run(pools, layout, **case, settings=settings)
+        assert (result["num_moved"] > 0) == moves
 
 
 @by_layout("pp2")

@@ -83,6 +83,7 @@ def test_settings_file_states_the_defaults(monkeypatch: Any) -> None:
             "max_tokens_in_flight: 100\ndefer_weight_gradients: off",
             "limits what is put off; leave one",
         ),
+        ("bandwidth: 1000", "bandwidth=1000 with cost=None"),
         ("- a", "holds no settings"),
         ("a: [", "cannot be read"),
     ],
