@@ -121,13 +121,11 @@ class EstimatedCosts(StageCosts):
         if layout.pp == 1:
             return 0.0
         sent = VALUE * self.sizes.hidden_size / (layout.cp * layout.tp)
-        return sent / self._link(layout.world_size)
+        return sent / self._link(layout.world_size, peers=1)
 
-    def _link(self, neighbours: int) -> float:
-        """Bandwidth among so many neighbouring ranks."""
-        gpu = self.gpu
-        link = gpu.node_link if neighbours <= gpu.gpus_per_node else gpu.network_link
-        return ACHIEVED_LINK * link
+    def _link(self, neighbours: int, peers: int | None = None) -> float:
+        """What is reached of the bandwidth among so many neighbouring ranks, see `Gpu.link`."""
+        return ACHIEVED_LINK * self.gpu.link(neighbours, peers)
 
 
 def machine_speed(

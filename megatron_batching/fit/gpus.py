@@ -1,18 +1,27 @@
 """GPUs by name: what their makers say of speed, memory and links.
 
-Figures are those of data sheets: dense peaks without sparsity, bandwidths in one direction. What a
-run reaches of them is another matter, see `ACHIEVED_FLOPS`; a cost file that `calibrate` wrote on
-your machine replaces that guess. Memory is the sheet's number in GiB, of which drivers show up to
-half a GiB less; the allowance of the memory model covers it. A network differs from site to site;
-given is one adapter a GPU as in the maker's own machines.
+Figures are those of data sheets: dense peaks, half of what sheets give with sparsity, and
+bandwidths in one direction, half of what they give for both. What a run reaches of them is another
+matter, see `ACHIEVED_FLOPS`; a cost file that `calibrate` wrote replaces that guess.
+Memory is the sheet's number in GiB, of which drivers show up to a GiB less; the allowance of the
+memory model covers it. A network differs from site to site; given is one adapter a GPU, as in the
+maker's own machines.
 
-| name | source |
-|---|---|
-| a100 | NVIDIA A100 80GB SXM data sheet (2021); DGX A100: NVLink 600 GB/s, 200 Gb/s InfiniBand |
-| h100 | NVIDIA H100 SXM data sheet; DGX H100: NVLink 900 GB/s, 400 Gb/s InfiniBand |
-| h200 | NVIDIA H200 SXM data sheet; DGX H200: NVLink 900 GB/s, 400 Gb/s InfiniBand |
-| b200 | NVIDIA DGX B200 data sheet, an eighth of it: NVLink 1.8 TB/s, 400 Gb/s InfiniBand |
-| mi300x | AMD Instinct MI300X data sheet: Infinity Fabric 896 GB/s; a 400 Gb/s network assumed |
+NVSwitch gives two GPUs of a node as much bandwidth as eight. An MI300X has seven links instead, one
+to each other GPU, so that fewer GPUs have fewer links among them: `pair_link` says so.
+
+Sources, looked up on 2026-11-30 in tables that quote them:
+
+- a100: NVIDIA's A100 data sheet (nvidia-1758950-r4), SXM 80GB: bf16 312 TFLOPS, 2,039 GB/s, NVLink
+  600 GB/s; a DGX A100 has a 200 Gb/s adapter for each GPU.
+- h100: nvidia.com/en-us/data-center/h100, SXM: bf16 1,979 TFLOPS sparse, 80 GB, 3.35 TB/s, NVLink
+  900 GB/s; a DGX H100 has 400 Gb/s adapters, as those that follow.
+- h200: nvidia.com/en-us/data-center/h200, SXM: bf16 1,979 TFLOPS sparse, 141 GB, 4.8 TB/s, NVLink
+  900 GB/s.
+- b200: nvidia.com/en-us/data-center/dgx-b200 and hgx, of eight: bf16 36 PFLOPS sparse, 1,440 GB,
+  64 TB/s, NVLink 14.4 TB/s.
+- mi300x: AMD's Instinct MI300X data sheet: bf16 1,307.4 TFLOPS, 192 GB, 5.3 TB/s, Infinity Fabric
+  896 GB/s in 7 links of 128 GB/s; a network as that of the others is assumed.
 """
 
 from __future__ import annotations
@@ -44,8 +53,27 @@ class Gpu:
     """To the other GPUs of its node, bytes/s in one direction."""
     network_link: float
     """To other nodes, bytes/s in one direction."""
+    pair_link: float = float("inf")
+    """To each other GPU of its node, where they are wired in pairs, bytes/s in one direction."""
     gpus_per_node: int = 8
     """GPUs that the fast links join."""
+
+    def link(self, neighbours: int, peers: int | None = None) -> float:
+        """Bandwidth of a GPU among so many neighbours in their order, bytes/s in one direction.
+
+        Args:
+            neighbours: ranks that talk to one another, this one included.
+            peers: to how many of them it talks at a time; all others if left out.
+
+        >>> gpu_named("h100").link(2) / 1e9, gpu_named("h100").link(16) / 1e9
+        (450.0, 50.0)
+        >>> gpu_named("mi300x").link(2) / 1e9, gpu_named("mi300x").link(8) / 1e9
+        (64.0, 448.0)
+        """
+        if neighbours > self.gpus_per_node:
+            return self.network_link
+        others = neighbours - 1 if peers is None else peers
+        return min(self.node_link, self.pair_link * max(1, others))
 
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
@@ -91,6 +119,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 memory_gib=192,
                 node_link=448e9,
                 network_link=50e9,
+                pair_link=64e9,
             ),
         )
     }

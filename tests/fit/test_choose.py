@@ -160,6 +160,19 @@ def test_communication_inside_a_layer_is_bytes_over_bandwidth() -> None:
     assert backward == pytest.approx(forward * 10 / 4)
 
 
+def test_gpus_that_are_wired_in_pairs_have_less_among_fewer() -> None:
+    costs = EstimatedCosts(SIZES, Layout(tp=2, pp=2), gpu_named("mi300x"))
+    pair = ACHIEVED_LINK * 64e9
+    assert costs.layer_seconds(0)[0] == pytest.approx(4 * 2 * 1024 * 0.5 / pair)
+    eight = EstimatedCosts(SIZES, Layout(tp=8), gpu_named("mi300x"))
+    assert eight.layer_seconds(0)[0] == pytest.approx(4 * 2 * 1024 * 7 / 8 / (7 * pair))
+    stages = pipeline_stages(SIZES, costs.layout)
+    alone = EstimatedCosts(SIZES, Layout(tp=2), gpu_named("mi300x"))
+    whole = alone.model(pipeline_stages(SIZES, Layout(tp=2))).forward[:, 1].sum()
+    message = 2 * 1024 / 2 / pair
+    assert costs.model(stages).forward[:, 1].sum() == pytest.approx(whole + message)
+
+
 def test_messages_and_the_reduction() -> None:
     layout = Layout(pp=2, dp=2)
     costs = EstimatedCosts(SIZES, layout, H100)
