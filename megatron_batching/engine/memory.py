@@ -94,6 +94,30 @@ def engine_memory_model(
     """
     if options.memory_limit is None:
         return None
+    return built_memory_model(
+        model,
+        optimizer,
+        loss=loss,
+        with_entropy=with_entropy,
+        is_value_model=is_value_model,
+        margin=PLANNED_MARGIN,
+    )
+
+
+def built_memory_model(
+    model: PipelineModel,
+    optimizer: Any,
+    *,
+    loss: LossKind,
+    with_entropy: bool = False,
+    is_value_model: bool = False,
+    margin: float = 0.0,
+) -> MemoryModel:
+    """Bytes of every rank, limited or not; arguments as of `engine_memory_model`.
+
+    Raises:
+        ValueError: the model is one whose memory is not described.
+    """
     sizes = sizes_of(model, is_value_model=is_value_model)
     on_gpu = model.placement.device.type == "cuda"
     ddp = getattr(model.chunks[0], "ddp_config", None)
@@ -107,7 +131,7 @@ def engine_memory_model(
         loss=loss,
         with_entropy=with_entropy and loss != "megatron",
         allowance=GPU_ALLOWANCE if on_gpu else 0.0,
-        margin=PLANNED_MARGIN,
+        margin=margin,
     )
     return memory_model(sizes, model.placement.layout, training, stages=model.stages)
 

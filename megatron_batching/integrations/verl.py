@@ -35,6 +35,7 @@ from megatron_batching.data import Holdings, move_samples, restore_order, send_h
 from megatron_batching.data.all_to_all import gather
 from megatron_batching.engine.costs import starting_costs
 from megatron_batching.engine.deferring import deferred_batching
+from megatron_batching.engine.forecast import step_forecast
 from megatron_batching.engine.learning import CostLearner
 from megatron_batching.engine.memory import engine_memory_model
 from megatron_batching.engine.run import recorded_events, run_replica
@@ -93,6 +94,7 @@ class PlannedBatches:
     enable_routing_replay: bool
 
     _is_value_model = False
+    _has_foretold = False
     last_plan: MicroBatchPlan | None = None
     """The plan of the last mini-batch, for logs and tests."""
 
@@ -103,7 +105,7 @@ class PlannedBatches:
 
     def initialize(self) -> None:
         """As verl, with the settings checked first: a wrong one fails before a model is built."""
-        for name in ("settings", "_placement", "_learner", "_told_costs"):
+        for name in ("settings", "_placement", "_learner", "_told_costs", "_has_foretold"):
             self.__dict__.pop(name, None)
         _LOG.info("micro-batches are planned: %s", self.settings)
         super().initialize()  # type: ignore[misc]
@@ -136,6 +138,8 @@ class PlannedBatches:
         whole = self._announce(data)
         plan = self._plan(data, whole, forward_only=forward_only)
         self.last_plan = plan
+        if not forward_only:
+            self._foretell(data, plan)
         self._assign_counts(data, whole)
         with self._learning(plan, forward_only=forward_only) as recorder:
             reported = run_replica(
@@ -305,6 +309,25 @@ class PlannedBatches:
             # As if all replicas sent and received alike.
             seconds = 1.0 / (bandwidth * len(whole.holdings.counts))
         return Moving(sample_bytes=whole.sample_bytes, time_per_byte=seconds)
+
+    def _foretell(self, data: TensorDict, plan: MicroBatchPlan) -> None:
+        """Print once, before the first training step runs, what it will hold and how it will do.
+
+        Earlier no lengths are known. It is printed, as verl prints what it built: of loggers, Ray's
+        workers show warnings alone.
+        """
+        if self._has_foretold or self._placement.rank != 0:
+            return
+        self._has_foretold = True
+        told = step_forecast(
+            plan,
+            self._pipeline_model,
+            getattr(self, "optimizer", None),
+            loss="verl",
+            with_entropy=bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False)),
+            is_value_model=self._is_value_model,
+        )
+        print(told, flush=True)
 
     @property
     def _cost_model(self) -> CostModel | None:

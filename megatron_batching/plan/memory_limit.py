@@ -185,11 +185,8 @@ def check_memory(
     """
     if options.memory_limit is None or model is None:
         return
-    kept = replace(options, packing=plan.options.packing, forward_only=forward_only)
-    limit = MemoryLimit(model=model, layout=plan.layout, options=kept)
-    features = [plan.features(replica.dp_rank) for replica in plan.replicas]
-    deferrals = [None if forward_only else replica.deferral for replica in plan.replicas]
-    held = limit.peaks(plan.group, features, deferrals)
+    limit = MemoryLimit(model=model, layout=plan.layout, options=options)
+    held = plan_peaks(plan, model, forward_only=forward_only)
     if not limit.keeps(held):
         worst = max(held, key=_total)
         raise ValueError(
@@ -197,6 +194,23 @@ def check_memory(
             f"pipeline rank {worst.pp_rank} holds {describe(worst)} at {worst.at}; plan with the "
             "engine's `batching`, or raise memory_limit"
         )
+
+
+def plan_peaks(
+    plan: MicroBatchPlan, model: MemoryModel, *, forward_only: bool = False
+) -> tuple[RankMemory, ...]:
+    """Of each pipeline rank, what it holds in the replica where a plan makes it hold most.
+
+    Args:
+        plan: of a mini-batch.
+        model: what ranks hold.
+        forward_only: it is run without backward.
+    """
+    options = replace(plan.options, forward_only=forward_only)
+    features = [plan.features(replica.dp_rank) for replica in plan.replicas]
+    deferrals = [None if forward_only else replica.deferral for replica in plan.replicas]
+    limit = MemoryLimit(model=model, layout=plan.layout, options=options)
+    return limit.peaks(plan.group, features, deferrals)
 
 
 def no_plan(limit: MemoryLimit, held: Sequence[RankMemory], lengths: Sequence[int]) -> ValueError:

@@ -8,6 +8,7 @@ Command: pytest tests/integrations/test_verl_engine_multiproc.py
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,21 @@ def test_samples_stay_where_moving_takes_longer(
         settings = f"cost: {path}\nbandwidth: {bandwidth}"
         [result, *_] = run(pools, layout, **case, settings=settings)
         assert (result["num_moved"] > 0) == moves
+
+
+@by_layout("pp2")
+def test_the_first_step_is_foretold_in_one_line(pools: VerlPools, layout: str) -> None:
+    """By the first rank alone, once in two steps: weights, gradients and two moments, in fp32."""
+    first, last = run(pools, layout, loss="value", limits=CAP, num_steps=2)
+    [line] = first["foretold"]
+    assert last["foretold"] == []
+    assert f"pp 2, vpp 1, dp 1, tp 1, cp 1; {first['counts'][0]} micro-batches a replica" in line
+    assert re.search(r"efficiency \d+\.\d% \(.*\), bubble \d+\.\d%;", line), line
+    found = re.search(r"holds most, .*optimizer states ([\d.]+).*weights ([\d.]+)", line)
+    assert found is not None, line
+    weights = max(first["weights"], last["weights"]) / 2**20
+    assert [float(n) for n in found.groups()] == pytest.approx([2 * weights, weights], abs=0.06)
+    assert run(pools, layout, loss="value", limits=CAP, forward_only=True)[0]["foretold"] == []
 
 
 @by_layout("pp2")

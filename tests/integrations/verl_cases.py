@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import io
 import os
 import tempfile
 import types
@@ -305,11 +306,15 @@ def compare(
     model_type = "value_model" if loss == "value" else "language_model"
     theirs, ours = _engines(layout, model_type, per_token)
     ours.settings = VerlSettings(**yaml.safe_load(settings or "{}"))
-    for name in ("_learner", "_told_costs"):  # of the settings of another case
+    for name in ("_learner", "_told_costs", "_has_foretold"):  # of the settings of another case
         ours.__dict__.pop(name, None)
     dp_rank = ours.get_data_parallel_rank()
     function = None if loss == "none" else loss_function(loss, aggregation)
-    with _per_token_when_padded(theirs, ours) if per_token else contextlib.nullcontext():
+    printed = io.StringIO()
+    with (
+        _per_token_when_padded(theirs, ours) if per_token else contextlib.nullcontext(),
+        contextlib.redirect_stdout(printed),
+    ):
         true, *_, found = (
             _run(e, batch(lengths, limits, dp_rank=dp_rank), function, forward_only=forward_only)
             for e in [theirs, *[ours] * num_steps]
@@ -343,6 +348,8 @@ def compare(
         "num_moved": plan.num_moved,
         "refit": None if ours._learner is None else ours._learner.last_refit,
         "peaks": plan.predicted.peak_tokens_in_flight,
+        "foretold": [line for line in printed.getvalue().splitlines() if "foretold" in line],
+        "weights": sum(p.numel() * p.element_size() for m in ours.module for p in m.parameters()),
     }
 
 
