@@ -175,8 +175,7 @@ def memory_model(
     numerics = numerics_of(sizes, layout, training.value_bytes, training.layers)
     if training.layers == "local" and layout.cp > 1:
         raise ValueError(
-            f"layers=local with cp={layout.cp}: what local attention gathers of keys and values is "
-            "not described; limit tokens instead of bytes"
+            f"layers=local with cp={layout.cp}: the keys gathered are not described; limit tokens"
         )
     found = []
     first = 0
