@@ -8,7 +8,8 @@ with a GPT. Then mini-batches of another seed are planned thrice, by the costs o
 learned ones and by the right ones, and run in turn; what counts is the ratio of their steps. Right
 are the costs that the stages sleep for with what an op takes beside them; of a GPT those learned
 from twice as many steps that began with FLOP. `--soak N` goes on for N steps and holds each loss
-of a GPT against a twin that never learns. The last line is JSON.
+of a GPT against a twin that never learns. The last line is JSON; costs whose unit is not `s` there
+were not learned, as every fit was refused.
 """
 
 from __future__ import annotations
@@ -154,8 +155,11 @@ def judge(
     return {side: statistics.fmean(of) for side, of in ratios.items()}
 
 
-def soak(placement: Placement, options: BatchingOptions, steps: int, samples: int) -> float:
-    """The largest relative difference of losses between a run that learns and one that does not."""
+def soak(
+    placement: Placement, options: BatchingOptions, steps: int, samples: int
+) -> tuple[float, str]:
+    """A run that learns beside one that does not: the largest relative difference of losses, and
+    the unit of the costs in the end, which are seconds once they are learned."""
     engines = [
         PipelineEngine(model=MODEL, placement=placement, batching=options, cost_model=given)
         for given in ("auto", None)
@@ -165,7 +169,9 @@ def soak(placement: Placement, options: BatchingOptions, steps: int, samples: in
         batch = batch_of([max(2, round(n * GPT_SCALE)) for n in lengths])
         learned, plain = (engine.train_batch(batch).loss for engine in engines)
         worst = max(worst, abs(learned / plain - 1.0))
-    return worst
+    costs = engines[0].cost_model
+    assert costs is not None
+    return worst, costs.unit
 
 
 def main() -> None:
@@ -207,11 +213,14 @@ def main() -> None:
         right, _ = learn(run, flop, placement, learning * 2, options)
     learned, rows = learn(run, start, placement, learning, options)
     ratios = judge(run, (start, learned, right), layout, judging, options, chosen.rounds)
-    drift = soak(placement, GPT, chosen.soak, chosen.samples) if chosen.soak else None
+    units = {"learned": learned.unit, "right": right.unit}
+    found: dict[str, Any] = {"ratios": ratios, "units": units}
+    if chosen.soak:
+        drift, units["soak"] = soak(placement, GPT, chosen.soak, chosen.samples)
+        found |= {"soak_steps": chosen.soak, "largest_loss_difference": drift}
     if dist.get_rank() == 0:
         for row in rows:
             print(row, flush=True)
-        found = {"ratios": ratios, "soak_steps": chosen.soak, "largest_loss_difference": drift}
         print(json.dumps({"benchmark": "learned costs", **found, "machine": machine()}))
     shut_down()
 
