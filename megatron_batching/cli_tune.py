@@ -16,6 +16,7 @@ import typer
 from megatron_batching.cli_options import (
     ETP,
     AsJson,
+    DeferWeightGradients,
     Group,
     Lengths,
     Png,
@@ -103,6 +104,7 @@ def tune(
     vpp: Annotated[str | None, _sizes("vpp", "Chunk counts")] = None,
     cp: Annotated[str | None, _sizes("cp", "Context-parallel sizes")] = None,
     ep: Annotated[str | None, _sizes("ep", "Expert-parallel sizes")] = None,
+    defer_weight_gradients: DeferWeightGradients = False,
     max_tokens: MaxTokens = None,
     num_layers: NumLayers = None,
     split: Split = None,
@@ -120,14 +122,21 @@ def tune(
     }
     bare = {"max_tokens": max_tokens, "num_layers": num_layers, "split": split or None}
     bare |= {"etp": etp, "group": group, "oversize": oversize}
-    described = {"gpu": gpu, "gpu_memory": gpu_memory, "png": png}
+    defers = defer_weight_gradients or None
+    described = {"gpu": gpu, "gpu_memory": gpu_memory, "defer_weight_gradients": defers, "png": png}
     warn_of_costs(cost)
     if model is None and from_verl is None and max_tokens is not None:
         _refuse(described, "is read with --model alone, and none is given: add it, or leave it out")
         _tune_without_model(lengths, gpus, sizes, bare, cost, as_json=as_json)
         return
     _refuse(bare, "is read without --model alone: leave it out, or the model")
+    if from_verl is not None and defers:
+        raise ValueError(
+            "--defer-weight-gradients with --from-verl: layers that verl builds keep their weight "
+            "gradients in the backward; leave it out"
+        )
     request = {"gpus": gpus, "cost": cost, "memory_gib": gpu_memory, **sizes}
+    request["defer_weight_gradients"] = defer_weight_gradients
     _tune_model(lengths, model, from_verl, gpu, request, png, as_json=as_json)
 
 

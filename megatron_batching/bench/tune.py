@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from megatron_batching.fit import ModelSizes, read_model_sizes
-from megatron_batching.fit.choose import Choice, RuledOut, TuneRequest, Tuning, choose_layout
+from megatron_batching.fit.choose import TuneRequest, choose_layout
 from megatron_batching.fit.communication import machine_speed
 from megatron_batching.fit.gpus import ACHIEVED_FLOPS, GIB, Gpu
 from megatron_batching.fit.named_models import NAMED_MODELS, named_model
+from megatron_batching.fit.tuning import Choice, RuledOut, Tuning
 from megatron_batching.plan import Layout
 from megatron_batching.plan.cost import read_cost_model, read_yaml
 from megatron_batching.plan.stages import END_OPTIONS, LAYOUT_OPTION, pipeline_stages, split_options
@@ -132,12 +133,18 @@ def _table(tuning: Tuning, request: TuneRequest) -> list[str]:
         f"{'tp':>4}{'pp':>4}{'vpp':>4}{'cp':>4}{'ep':>4}{'dp':>5}{'cap a GPU':>11}"
         f"{'recompute':>11}{'step s':>9}{'efficiency':>12}{'peak GiB':>10}  limited by",
     ]
+    if request.defer_weight_gradients:
+        lines[0] += (
+            "\n+W: with weight gradients in the gaps, which engines of this package run; other "
+            "trainers take longer"
+        )
     for choice in tuning.ranked:
         layout = choice.layout
         lines.append(
             f"{layout.tp:>4}{layout.pp:>4}{layout.vpp:>4}{layout.cp:>4}{layout.ep:>4}{layout.dp:>5}"
             f"{choice.max_tokens_per_gpu:>11,}{choice.recompute:>11}{choice.step_time:>9.3f}"
             f"{choice.efficiency:>12.1%}{max(choice.peak_bytes) / GIB:>10.1f}  {choice.limited_by}"
+            + (" +W" if choice.defers else "")
         )
     return lines
 
@@ -185,9 +192,10 @@ def _own_config(choice: Choice) -> str:
     names = ("pp", "vpp", "dp", "tp", "cp", "ep")
     sizes = [f"{name}: {getattr(layout, name)}" for name in names]
     sizes += [f"etp: {layout.etp}"] if layout.etp is not None else []
+    deferral = ", defer_weight_gradients: true" if choice.defers else ""
     lines = [
         f"layout: {{{', '.join(sizes)}}}",
-        f"batching: {{max_tokens_per_gpu: {choice.max_tokens_per_gpu}}}",
+        f"batching: {{max_tokens_per_gpu: {choice.max_tokens_per_gpu}{deferral}}}",
         "model:",
         "  ddp: {use_distributed_optimizer: true}",
     ]

@@ -19,15 +19,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_batching.bench.tune import best_of, verl_overrides
 from megatron_batching.fit import ModelSizes
-from megatron_batching.fit.choose import (
-    Choice,
-    RuledOut,
-    TuneRequest,
-    choose_layout,
-    judge_layout,
-)
+from megatron_batching.fit.choose import TuneRequest, choose_layout, judge_layout
 from megatron_batching.fit.gpus import GIB
 from megatron_batching.fit.memory import TrainingMemory
+from megatron_batching.fit.tuning import Choice, RuledOut
 from megatron_batching.plan import Layout
 from megatron_batching.plan.stages import SPLIT_OPTIONS
 from megatron_batching.schedules.files import one_line, parsing, why_unreadable

@@ -17,7 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_batching.bench.simulate import DEFAULT_COST
-from megatron_batching.fit.choose import LARGEST, layout_sizes
+from megatron_batching.fit.choose import LARGEST
+from megatron_batching.fit.tuning import layout_sizes
 from megatron_batching.plan import (
     BatchingOptions,
     Layout,

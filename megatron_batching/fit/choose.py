@@ -9,7 +9,8 @@ ranking get their layers searched, and a plan of the whole mini-batch, by which 
 
 Trade-off. The estimate takes one replica for all, with the longest sample, so a layout near the
 end of the ranking may be one that another choice of samples would leave out. Planning all of
-every layout would take ten times as long.
+every layout would take ten times as long. Weight gradients in the gaps, where they are asked for,
+are planned at the end alone, so that a layout which gains more by them than others may be left out.
 
 Recompute costs time and buys memory, so the first of none, selective and full that fits at the
 largest cap ends the trying of others.
@@ -21,7 +22,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import Any, Literal, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -30,13 +31,14 @@ from megatron_batching.fit.gpus import GIB, Gpu
 from megatron_batching.fit.layers import level_stages, split_layers
 from megatron_batching.fit.memory import TrainingMemory, memory_model
 from megatron_batching.fit.model_sizes import ModelSizes
+from megatron_batching.fit.tuning import Choice, Estimate, Recompute, RuledOut, Tuning
 from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan, plan_mini_batch
 from megatron_batching.plan.layout import check_positive
 from megatron_batching.plan.memory import MemoryModel
+from megatron_batching.plan.memory_limit import plan_peaks
 from megatron_batching.plan.predict import by_count, make_schedule
-from megatron_batching.plan.stages import Stage, layout_text, pipeline_stages
+from megatron_batching.plan.stages import Stage, pipeline_stages
 
-Recompute = Literal["none", "selective", "full"]
 LARGEST = {"tp": 8, "cp": 8, "pp": 16, "vpp": 8}  # that are tried when none are asked for
 ALWAYS_VPP = 4  # more chunks are tried where the layers divide among them
 CAPS = (4, 2, 1)  # times the longest sample
@@ -61,6 +63,7 @@ class TuneRequest:
         cp: context-parallel sizes.
         ep: expert-parallel sizes.
         recompute: ways to recompute.
+        defer_weight_gradients: try plans with weight gradients in the gaps of the schedule, too.
         num_ranked: places of the ranking.
     """
 
@@ -75,6 +78,7 @@ class TuneRequest:
     cp: Sequence[int] | None = None
     ep: Sequence[int] | None = None
     recompute: Sequence[Recompute] = get_args(Recompute)
+    defer_weight_gradients: bool = False
     num_ranked: int = NUM_RANKED
 
     def __post_init__(self) -> None:
@@ -87,85 +91,6 @@ class TuneRequest:
     def memory_bytes(self) -> float:
         """That a rank may hold."""
         return GIB * (self.gpu.memory_gib if self.memory_gib is None else self.memory_gib)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A layout that fits, and what is predicted of it."""
-
-    layout: Layout
-    recompute: Recompute
-    stages: tuple[Stage, ...]
-    max_tokens_per_gpu: int
-    """Of the largest micro-batch of the plan."""
-    step_time: float
-    """Seconds, the reduction of gradients included."""
-    efficiency: float
-    """Step of the model's own work alone, shared by all GPUs without waiting, over `step_time`."""
-    peak_bytes: tuple[float, ...]
-    """[pp] the most that a rank holds."""
-    limited_by: str
-    """What most of the rest of the step goes to."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "layout": layout_sizes(self.layout),
-            "pipeline_model_parallel_layout": layout_text(self.stages),
-            "max_tokens_per_gpu": self.max_tokens_per_gpu,
-            "recompute": self.recompute,
-            "step_time": self.step_time,
-            "efficiency": self.efficiency,
-            "peak_bytes": list(self.peak_bytes),
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuledOut:
-    """A layout that is not in the ranking, and why."""
-
-    layout: Layout
-    reason: str
-    kind: Literal["memory", "time", "samples"]
-    """What rules it out."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return {"layout": layout_sizes(self.layout), "reason": self.reason}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A layout that fits, before its layers are searched."""
-
-    layout: Layout
-    recompute: Recompute
-    step_time: float
-    peak_bytes: float
-    """Of the rank that holds most."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """What `choose_layout` found."""
-
-    ranked: tuple[Choice, ...]
-    """The fastest first."""
-    ruled_out: tuple[RuledOut, ...]
-    estimates: tuple[Estimate, ...]
-    """Of all layouts that were found to fit, those of the ranking included."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "ranked": [choice.to_json() for choice in self.ranked],
-            "ruled_out": [entry.to_json() for entry in self.ruled_out],
-        }
-
-
-def layout_sizes(layout: Layout) -> dict[str, int]:
-    """Its sizes by name."""
-    return {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "dp")}
 
 
 def choose_layout(lengths: Sequence[int], sizes: ModelSizes, request: TuneRequest) -> Tuning:
@@ -367,23 +292,21 @@ class _Trial:
 
         options = self._options(self.cap, ESTIMATE_BUDGET)
         split = split_layers(costs, [self.share], options, allowed=fits, layout=self.one)
-        why = ""
         # What all replicas hold is known once all are planned: where it is too much, less is tried.
         for cap in [cap for cap in self._caps() if cap <= self.cap]:
             for stages in (split.stages, self._level(costs)):
-                model = costs.model(stages)
-                options = self._options(cap, FINAL_BUDGET)
-                plan = plan_mini_batch(self.lengths, self.layout, options, model)
-                peaks = peak_bytes(self._memory(self.way, stages), [plan])
-                if peaks.max() <= self.request.memory_bytes:
-                    return self._choice(costs, stages, plan, peaks)
-                why = self._too_much(peaks, f"recompute {self.way} and {cap} tokens a micro-batch")
-        return RuledOut(layout=self.layout, reason=why, kind="memory")
+                for defers in (True, False) if self.request.defer_weight_gradients else (False,):
+                    found = self.as_it_is(stages, cap, defers)
+                    if isinstance(found, Choice):
+                        return found
+        return found
 
-    def as_it_is(self, stages: tuple[Stage, ...], cap: int) -> Choice | RuledOut:
+    def as_it_is(
+        self, stages: tuple[Stage, ...], cap: int, defers: bool = False
+    ) -> Choice | RuledOut:
         """The whole mini-batch planned with these stages and this cap."""
         costs = self._costs(self.way)
-        options = self._options(cap, FINAL_BUDGET)
+        options = self._options(cap, FINAL_BUDGET, defers)
         plan = plan_mini_batch(self.lengths, self.layout, options, costs.model(stages))
         peaks = peak_bytes(self._memory(self.way, stages), [plan])
         if peaks.max() > self.request.memory_bytes:
@@ -410,6 +333,7 @@ class _Trial:
             efficiency=min(1.0, self._own_work() / step),
             peak_bytes=tuple(peaks.tolist()),
             limited_by=self._limit(costs, stages, plan, reduction / step),
+            defers=any(replica.deferral is not None for replica in plan.replicas),
         )
 
     def _caps(self) -> list[int]:
@@ -445,14 +369,22 @@ class _Trial:
     def _memory(self, way: Recompute, stages: Sequence[Stage]) -> MemoryModel:
         return memory_model(self.sizes[way], self.layout, self.request.training, stages=stages)
 
-    def _options(self, cap: int, budget: int) -> BatchingOptions:
-        return BatchingOptions(max_tokens_per_gpu=cap, align=self.alignment, search_budget=budget)
+    def _options(self, cap: int, budget: int, defers: bool = False) -> BatchingOptions:
+        return BatchingOptions(
+            max_tokens_per_gpu=cap,
+            align=self.alignment,
+            search_budget=budget,
+            defer_weight_gradients=defers,
+        )
 
     def _bound(self, costs: EstimatedCosts) -> float:
         """No plan with any split takes less."""
         model = costs.model(self._level(costs))
         whole = (model.forward + model.backward).sum(0)
         shared = float((whole * self.all).sum()) / (self.layout.dp * self.layout.pp)
+        assert model.weight_gradient is not None
+        if self.request.defer_weight_gradients:  # which no trip waits for
+            whole = whole - model.weight_gradient.sum(0)
         trip = float((whole * [1.0, self.longest, float(self.longest) ** 2]).sum())
         return max(shared, trip)
 
@@ -475,6 +407,9 @@ def peak_bytes(memory: MemoryModel, plans: Sequence[MicroBatchPlan]) -> np.ndarr
     """[pp] the most that any replica's ranks hold under these plans."""
     found = []
     for plan in plans:
+        if any(replica.deferral is not None for replica in plan.replicas):
+            found.append(np.array([rank.total for rank in plan_peaks(plan, memory)]))
+            continue
         features = [
             memory.features(tokens, tokens)
             for tokens in (plan.features(rank)[:, 1].tolist() for rank in range(len(plan.replicas)))

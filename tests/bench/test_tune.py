@@ -18,9 +18,10 @@ import yaml
 from megatron_batching.bench.train_config import load_config
 from megatron_batching.bench.tune import measured_speed, model_sizes, run_tune, settings_of
 from megatron_batching.cli import app
-from megatron_batching.fit.choose import Choice, TuneRequest
+from megatron_batching.fit.choose import TuneRequest
 from megatron_batching.fit.gpus import gpu_named
 from megatron_batching.fit.named_models import NAMED_MODELS
+from megatron_batching.fit.tuning import Choice
 from megatron_batching.megatron.config import ModelConfig, stages_of
 from megatron_batching.plan import CostModel, Layout
 from megatron_batching.plan.stages import stages_of_layers
@@ -49,6 +50,7 @@ CHOICES = {
     "chunks, a layout": UNEVEN,
     "chunks, equal": replace(UNEVEN, stages=stages_of_layers([2, 2, 2, 2]), recompute="none"),
     "chunks, a smaller end": replace(UNEVEN, stages=stages_of_layers([3, 1, 3, 1])),
+    "weight gradients in the gaps": replace(UNEVEN, defers=True),
     "experts": replace(
         UNEVEN,
         layout=Layout(pp=4, ep=2, etp=1, dp=2),
@@ -83,7 +85,7 @@ def test_json_and_picture(
     for choice in told["ranked"]:
         assert set(choice) == {
             *("layout", "pipeline_model_parallel_layout", "max_tokens_per_gpu", "recompute"),
-            *("step_time", "efficiency", "peak_bytes"),
+            *("defer_weight_gradients", "step_time", "efficiency", "peak_bytes"),
         }
         assert set(choice["layout"]) == names
         assert len(choice["peak_bytes"]) == choice["layout"]["pp"]
@@ -96,7 +98,11 @@ def test_table_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--gpus", "8", "--gpu", "H200", "--tp", "2", "--cp", "1", "--pp", "2", "--vpp", "1"]
     out = run(capsys, "--model", "qwen3-4b", *sizes, "--gpu-memory", "100")
     assert "8 x h200, 100 GiB each, at 50% of its peak, an estimate" in out
-    assert "limited by" in out and "--- verl overrides" in out
+    assert "limited by" in out and "--- verl overrides" in out and "+W" not in out
+    put_off = ["--defer-weight-gradients", "--pp", "8", "--tp", "1", "--vpp", "1", "--cp", "1"]
+    out = run(capsys, "--model", "qwen3-4b", "--gpus", "8", "--gpu", "h200", *put_off)
+    assert "+W: with weight gradients in the gaps" in out and out.count("+W") == 2
+    assert "defer_weight_gradients: true}" in out
 
 
 def test_what_is_wrong_is_said(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +149,7 @@ def test_our_own_config_builds_these_stages(choice: Choice, tmp_path: Path) -> N
     assert config.layout == choice.layout
     assert stages_of(config.model, config.layout) == choice.stages
     assert config.batching.max_tokens_per_gpu == choice.max_tokens_per_gpu
+    assert config.batching.defer_weight_gradients == choice.defers
 
 
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)

@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 from megatron_batching.bench.tune import model_sizes, verl_overrides
 from megatron_batching.bench.tune_verl import read_verl_job
 from megatron_batching.cli import app
-from megatron_batching.fit.choose import Choice, TuneRequest, judge_layout
+from megatron_batching.fit.choose import TuneRequest, judge_layout
 from megatron_batching.fit.gpus import gpu_named
+from megatron_batching.fit.tuning import Choice
 from megatron_batching.plan import read_lengths
 from tests.bench.test_tune import CHOICES, HUGGING_FACE
 

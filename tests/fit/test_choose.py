@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from megatron_batching.fit import ModelSizes, step_memory
-from megatron_batching.fit.choose import Choice, TuneRequest, Tuning, choose_layout, layouts_of
+from megatron_batching.fit.choose import TuneRequest, choose_layout, layouts_of
 from megatron_batching.fit.communication import EstimatedCosts, machine_speed
 from megatron_batching.fit.gpus import ACHIEVED_FLOPS, ACHIEVED_LINK, GIB, gpu_named
 from megatron_batching.fit.memory import TrainingMemory
+from megatron_batching.fit.tuning import Choice, Tuning
 from megatron_batching.plan import (
     BatchingOptions,
     CostModel,
@@ -112,6 +113,19 @@ def test_less_memory_costs_time_and_then_rules_out() -> None:
     only = replace(request, memory_gib=0.99 * need, recompute=("none",))
     [entry] = choose_layout(lengths, SIZES, only).ruled_out
     assert f"with recompute none and {30_000} tokens a micro-batch" in entry.reason
+
+
+def test_weight_gradients_in_the_gaps_are_one_more_choice() -> None:
+    lengths = sample_lengths("sft_chat", 12)
+    asked = TuneRequest(gpus=4, gpu=H100, tp=[1], cp=[1], pp=[4], vpp=[1], num_ranked=1)
+    [plain] = choose_layout(lengths, SIZES, asked).ranked
+    wider = replace(asked, defer_weight_gradients=True)
+    [chosen] = choose_layout(lengths, SIZES, wider).ranked
+    assert chosen.defers and not plain.defers
+    assert chosen.step_time < 0.98 * plain.step_time
+    assert chosen.efficiency > plain.efficiency
+    # What is put off is held meanwhile.
+    assert max(plain.peak_bytes) < max(chosen.peak_bytes) <= 80 * GIB
 
 
 def test_experts_are_shared() -> None:
