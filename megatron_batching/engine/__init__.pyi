@@ -1,5 +1,6 @@
 from .ahead import plan_ahead
 from .contract import Engine
+from .drop_in import SizedMicroBatches, UncutMiniBatch, get_forward_backward_func
 from .fsdp import FSDPEngine
 from .pipeline import PipelineEngine
 from .registry import engine_class, new_engine, register, registered
@@ -10,9 +11,12 @@ __all__ = [
     "Engine",
     "FSDPEngine",
     "PipelineEngine",
+    "SizedMicroBatches",
     "StepReport",
     "TokenOutputs",
+    "UncutMiniBatch",
     "engine_class",
+    "get_forward_backward_func",
     "new_engine",
     "plan_ahead",
     "register",

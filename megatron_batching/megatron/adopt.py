@@ -53,7 +53,12 @@ _SIZE_OPTIONS = {
 
 
 def adopt(
-    chunks: Sequence[Any], placement: Placement, *, uses_transformer_engine: bool | None = None
+    chunks: Sequence[Any],
+    placement: Placement,
+    *,
+    uses_transformer_engine: bool | None = None,
+    has_gradients: bool = True,
+    has_one_config: bool = True,
 ) -> PipelineModel:
     """A `PipelineModel` of chunks that somebody else built; all ranks call it.
 
@@ -62,13 +67,17 @@ def adopt(
         placement: from `Placement.from_parallel_state`.
         uses_transformer_engine: whether attention takes `PackedSeqParams`; by default found from
             the attention modules.
+        has_gradients: false for passes without backward only, for which chunks need no DDP.
+        has_one_config: false where each chunk may have a config object of its own, as Megatron's
+            trainer builds them: its schedule reads the first chunk's, and that is what a step sets.
 
     Raises:
         ValueError: names what cannot be served on the first rank that has such a thing; the same
             on every rank.
     """
     kinds = {_kind(module) for module in _core_attentions(chunks)}
-    mine = (next(_faults(chunks, placement), None), kinds)
+    faults = _faults(chunks, placement, has_gradients=has_gradients, has_one_config=has_one_config)
+    mine = (next(faults, None), kinds)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for rank, (fault, _) in enumerate(everyone):
@@ -77,7 +86,7 @@ def adopt(
     if uses_transformer_engine is None:
         uses_transformer_engine = _takes_packed(set().union(*(k for _, k in everyone)))
     config = chunks[0].config
-    settings = _step_settings(config, placement, chunks)
+    settings = step_settings(config, placement, chunks)
     if settings and placement.rank == 0:
         _LOG.info("for the time of each step the config gets %s", _shown(settings))
     return PipelineModel(
@@ -139,7 +148,9 @@ def _check_mask_is_seen(model: PipelineModel) -> None:
             )
 
 
-def _faults(chunks: Sequence[Any], placement: Placement) -> Iterator[str]:
+def _faults(
+    chunks: Sequence[Any], placement: Placement, *, has_gradients: bool, has_one_config: bool
+) -> Iterator[str]:
     """What cannot be served, most basic first; each may rely on the ones before."""
     layout = placement.layout
     if len(chunks) != layout.vpp:
@@ -148,14 +159,15 @@ def _faults(chunks: Sequence[Any], placement: Placement) -> Iterator[str]:
             "all chunks of the rank, in order"
         )
     for i, chunk in enumerate(chunks):
-        if not isinstance(chunk, DistributedDataParallel):
+        if has_gradients and not isinstance(chunk, DistributedDataParallel):
             yield (
                 f"chunk {i} is a {type(chunk).__name__}; wrap it in megatron.core.distributed's "
                 "DistributedDataParallel (gradients of other wrappers are not served)"
             )
     config = chunks[0].config
     for i, chunk in enumerate(chunks):
-        if chunk.config is not config or getattr(unwrap(chunk), "config", config) is not config:
+        configs = (chunk.config, getattr(unwrap(chunk), "config", config))
+        if has_one_config and any(of is not config for of in configs):
             yield (
                 f"chunk {i} or its DDP has a config object of its own: a step changes one and "
                 "reads the other; build all chunks and their DDP with one config"
@@ -221,7 +233,7 @@ def _delay_faults(chunks: Sequence[Any]) -> Iterator[str]:
     """Layers that keep weight gradients for later need a config and a DDP that know of it."""
     for i, chunk in enumerate(chunks):
         layers = [module for module in chunk.modules() if is_delayed(module)]
-        configs = (chunk.config, chunk.ddp_config)
+        configs = (chunk.config, getattr(chunk, "ddp_config", chunk.config))
         if layers and not all(config.delay_wgrad_compute for config in configs):
             yield (
                 f"chunk {i} has layers that delay their weight gradients, which would be lost: set "
@@ -239,8 +251,8 @@ def _delay_faults(chunks: Sequence[Any]) -> Iterator[str]:
             )
 
 
-def _step_settings(config: Any, placement: Placement, chunks: Sequence[Any]) -> dict[str, Any]:
-    """What Megatron's schedules need and the config does not have, by field."""
+def step_settings(config: Any, placement: Placement, chunks: Sequence[Any]) -> dict[str, Any]:
+    """What Megatron's schedules need and the config does not have by now, by field."""
     interleaved = placement.layout.vpp > 1
     needed: dict[str, Any] = {"variable_seq_lengths": True}
     if not interleaved:
@@ -249,7 +261,8 @@ def _step_settings(config: Any, placement: Placement, chunks: Sequence[Any]) -> 
         needed["batch_p2p_comm"] = False  # the two exclude each other
     if config.pipeline_dtype is None and placement.layout.pp > 1:
         needed["pipeline_dtype"] = _activation_dtype(config, chunks)
-    if config.no_sync_func is None and chunks[0].ddp_config.overlap_grad_reduce:
+    ddp = getattr(chunks[0], "ddp_config", None)
+    if config.no_sync_func is None and ddp is not None and ddp.overlap_grad_reduce:
         # Without it DDP would reduce after every micro-batch what it already reduced.
         needed["no_sync_func"] = [c.no_sync for c in chunks] if interleaved else chunks[0].no_sync
     return {name: value for name, value in needed.items() if getattr(config, name) != value}

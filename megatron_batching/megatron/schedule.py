@@ -60,7 +60,7 @@ def run_schedule(
     schedule: PipelineSchedule,
     *,
     forward_step: ForwardStep,
-    iterators: Sequence[Iterator[Any]],
+    iterators: Sequence[Iterator[Any] | None],
     shapes: Sequence[tuple[int, int]],
     planned_shapes: bool = True,
     check_shapes: bool = False,
@@ -68,6 +68,7 @@ def run_schedule(
     collect_non_loss_data: bool = False,
     timers: StepRecorder | None = None,
     deferral: Deferral | None = None,
+    **further: Any,
 ) -> list[Any]:
     """Run all micro-batches forward, and backward unless `schedule.forward_only`.
 
@@ -75,7 +76,8 @@ def run_schedule(
         model: this rank's chunks.
         schedule: micro-batch count and group; must match the model's layout.
         forward_step: Megatron's `forward_step_func`.
-        iterators: one per model chunk, each giving every micro-batch in execution order.
+        iterators: one per model chunk, each giving every micro-batch in execution order; or what
+            the forward step takes where a rank reads no data.
         shapes: (rows, width) of each micro-batch, padding included, before any division by cp
             or tp.
         planned_shapes: take receive shapes from `shapes`; false leaves Megatron's exchange.
@@ -83,8 +85,9 @@ def run_schedule(
         prefetch: post receives one op ahead in the warm-up and the cool-down; where shapes are
             planned, the schedule is interleaved and `overlap_p2p_comm` is on.
         collect_non_loss_data: keep what the loss function returns instead of a loss.
-        timers: recorder in the place of Megatron's timers.
+        timers: recorder in the place of Megatron's timers, which stay if there is none.
         deferral: which weight gradients run when; without it none are put off.
+        further: what else Megatron's function takes, such as `first_val_step`.
 
     What this call puts into the config is taken out again, whatever happens.
 
@@ -95,22 +98,18 @@ def run_schedule(
         ValueError: arguments do not fit the layout, or the model cannot put weight gradients off.
     """
     _check_call(model, schedule, iterators=iterators, shapes=shapes, deferral=deferral)
-    group = schedule.group
-    settings = {} if group is None else {"microbatch_group_size_per_vp_stage": group}
-    with model.in_place(timers=timers, **settings):
+    settings = {"timers": timers, "microbatch_group_size_per_vp_stage": schedule.group}
+    with model.in_place(**{name: value for name, value in settings.items() if value is not None}):
         communicator = _communicator(
             model, schedule, shapes, planned_shapes=planned_shapes, check_shapes=check_shapes
         )
-        messages = _message_settings(
-            model,
-            is_planned=isinstance(communicator, PlannedP2PCommunicator),
-            prefetch=prefetch and not check_shapes,
-        )
+        messages = _message_settings(model, communicator, prefetch=prefetch and not check_shapes)
         with model.in_place(**messages), _helped(model, schedule, timers, deferral, communicator):
             reported = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 collect_non_loss_data=collect_non_loss_data,
                 **_call_arguments(model, schedule, iterators, communicator),
+                **further,
             )
     if communicator is not None:
         communicator.finish()
@@ -216,9 +215,11 @@ def _communicator(
     )
 
 
-def _message_settings(model: PipelineModel, *, is_planned: bool, prefetch: bool) -> dict[str, Any]:
+def _message_settings(
+    model: PipelineModel, communicator: PipelineCommunicator | None, *, prefetch: bool
+) -> dict[str, Any]:
     """What planned shapes change of how Megatron posts messages and waits for them."""
-    config = model.config
+    config, is_planned = model.config, isinstance(communicator, PlannedP2PCommunicator)
     early = prefetch and is_planned and config.overlap_p2p_comm
     if early and _has_one_communicator():
         _warn_about_one_communicator()
@@ -233,7 +234,7 @@ def _message_settings(model: PipelineModel, *, is_planned: bool, prefetch: bool)
 def _call_arguments(
     model: PipelineModel,
     schedule: PipelineSchedule,
-    iterators: Sequence[Iterator[Any]],
+    iterators: Sequence[Iterator[Any] | None],
     communicator: PipelineCommunicator | None,
 ) -> dict[str, Any]:
     """What Megatron's function takes of the model, the schedule and the communicator."""
