@@ -205,6 +205,7 @@ def memory_model(
         buffers=np.array([buffers] * len(stages)),
         **moments,
         chunk_tokens=layout.cp * max(1, CHUNK_ENTRIES // -(-sizes.vocab_size // layout.tp)),
+        cp=None if training.layers == "local" else layout.cp,
     )
 
 

@@ -7,21 +7,33 @@ LM head on one stage, recompute. It leaves out what a linear form cannot say, su
 run slower on short inputs beyond the fixed overhead. The alternative, a table of measured times,
 would be exact where it was measured and useless elsewhere.
 
+Context-parallel ranks share the tokens of a sample, and by its zigzag cut (`data.collate`) the
+pairs, in equal parts; what a micro-batch costs whatever it holds, all of them pay. For that they
+exchange keys and values, of which each rank receives those of the others, (cp - 1) / cp of all. So
+a model that knows what this costs holds for any number of them:
+
+    a micro-batch    fixed + a, where cp > 1
+    a token          linear / cp + b (cp - 1) / cp
+    a pair           quadratic / cp + c (cp - 1) / cp
+
+a: starting the exchange and two kernels for one, in each layer; b: what is exchanged for a token;
+c: what attention loses because its pieces are shorter.
+
 Feature legend: packed, tokens = sum of padded lengths and pairs = sum of their squares; padded,
 tokens = rows x longest and pairs = rows x longest squared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_batching.plan.layout import Layout
+from megatron_batching.plan.layout import Layout, check_positive
 from megatron_batching.schedules.files import (
     checked,
     entry,
@@ -41,6 +53,12 @@ OVERHEAD_TOKENS = 256.0
 BACKWARD_OVER_FORWARD = 2.0
 EXTRA_SECTIONS = ("communication", "calibration")  # of a YAML cost file, for other readers
 VERL_LINEAR = 24576.0  # verl's workload formula for one sample of s tokens: 24576 s + s^2
+# What sharing a sample costs where nothing is known of the model and the machine. Of the overhead,
+# what starting the exchange in a layer takes: 20 us beside the 130 us in which an H100 reads the
+# weights of a layer of an 8B model. Of a token's time, what its keys and values take over NVLink:
+# 1.5% where a quarter of that model's heads have their own, 6% where all have.
+SHARING_OVERHEAD = 1 / 6
+SHARING_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,6 +81,11 @@ class CostModel:
     """What each piece of a weight gradient that is put off costs beyond its share, on any stage."""
     unit: str = "token"
     """What one unit of time is: `s`, `FLOP`, or a relative one."""
+    cp: int | None = None
+    """Context-parallel ranks for which the coefficients hold; None: those of whatever layout."""
+    sharing: Mapping[int, np.ndarray] = field(default_factory=dict)
+    """From so many ranks on (2, and more where links get slower), a, b and c of the module's head:
+    [2, S, 3] for forward and backward. Empty where nobody knows; the model then holds for `cp`."""
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "weight_gradient"):
@@ -96,11 +119,13 @@ class CostModel:
             raise ValueError(f"piece_time={self.piece_time} must be finite and at least 0")
         if not self.forward[:, 1:].any():
             raise ValueError("forward must cost something per token or per token pair")
+        object.__setattr__(self, "sharing", self._checked_sharing())
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, CostModel)
-            and (self.unit, self.piece_time) == (other.unit, other.piece_time)
+            and (self.unit, self.piece_time, self.cp) == (other.unit, other.piece_time, other.cp)
+            and self._sharing_bytes == other._sharing_bytes
             and np.array_equal(self.forward, other.forward)
             and np.array_equal(self.backward, other.backward)
             and (self.weight_gradient is None) == (other.weight_gradient is None)
@@ -110,7 +135,7 @@ class CostModel:
     def __hash__(self) -> int:
         weight = self._weight_gradient.tobytes()
         parts = (self.forward.tobytes(), self.backward.tobytes(), weight)
-        return hash((self.unit, self.piece_time, *parts))
+        return hash((self.unit, self.piece_time, self.cp, self._sharing_bytes, *parts))
 
     @property
     def _weight_gradient(self) -> np.ndarray:
@@ -119,9 +144,79 @@ class CostModel:
         )
 
     @property
+    def _sharing_bytes(self) -> tuple[tuple[int, bytes], ...]:
+        return tuple((ranks, added.tobytes()) for ranks, added in self.sharing.items())
+
+    def _checked_sharing(self) -> dict[int, np.ndarray]:
+        """As read-only arrays, ascending; ValueError where they are not what the field says."""
+        if self.cp is not None:
+            check_positive("cp", self.cp)
+        elif self.sharing:
+            raise ValueError("sharing needs cp: for how many ranks do the coefficients hold?")
+        found = {}
+        for ranks in sorted(self.sharing):
+            added = np.array(self.sharing[ranks], dtype=np.float64)
+            if added.shape != (2, *self.forward.shape):
+                raise ValueError(
+                    f"sharing from cp {ranks} on has shape {added.shape}: it needs forward and "
+                    f"backward of {len(self.forward)} stages, [2, {len(self.forward)}, 3]"
+                )
+            if not np.isfinite(added).all() or (added < 0).any():
+                raise ValueError("sharing must hold finite numbers of at least 0")
+            added.setflags(write=False)
+            found[ranks] = added
+        if found and (min(found) != 2):
+            raise ValueError(f"sharing begins at cp {min(found)}: two ranks are the fewest, give 2")
+        if found and (self.cp or 1) > 1:
+            whole = np.stack([self.forward, self.backward])
+            if (added_by_sharing(found, self.cp or 1) > whole).any():
+                raise ValueError(f"sharing takes more than the whole at cp={self.cp}: lower it")
+        return found
+
+    @property
     def num_virtual_stages(self) -> int:
         """Number of virtual stages S."""
         return len(self.forward)
+
+    def over(self, cp: int) -> CostModel:
+        """The model for samples that so many context-parallel ranks share.
+
+        Raises:
+            ValueError: the model does not know what sharing costs.
+
+        >>> model = CostModel(
+        ...     forward=[[4.0, 1.0, 1.0]], backward=[[8.0, 2.0, 2.0]], cp=1,
+        ...     sharing={2: [[[1.0, 0.25, 0.0]], [[2.0, 0.5, 0.0]]]},
+        ... )
+        >>> model.over(2).forward.tolist()
+        [[5.0, 0.625, 0.5]]
+        >>> model.over(2).over(1) == model
+        True
+        """
+        if cp == self.cp:
+            return self
+        if self.cp is None or not self.sharing:
+            known = "" if self.cp is None else f", only for cp={self.cp}"
+            raise ValueError(
+                f"the cost model does not tell what a step takes at cp={cp}{known}: give tokens, "
+                "verl, or a file that `calibrate --join` made of several cp"
+            )
+        whole = np.stack([self.forward, self.backward]) - added_by_sharing(self.sharing, self.cp)
+        parts = np.array([1.0, self.cp / cp, self.cp / cp])
+        forward, backward = whole * parts + added_by_sharing(self.sharing, cp)
+        weight = self.weight_gradient
+        return replace(
+            self,
+            forward=forward,
+            backward=backward,
+            weight_gradient=None if weight is None else np.minimum(weight * parts, backward),
+            cp=cp,
+        )
+
+    def of_layout(self, layout: Layout) -> CostModel:
+        """The model for the layout's cp; ValueError unless it has the layout's stages and knows."""
+        self.check_layout(layout)
+        return self if self.cp is None else self.over(layout.cp)
 
     def times(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward time at each stage: features [..., 3] to two arrays [..., S]."""
@@ -150,6 +245,8 @@ class CostModel:
             weight_gradient=None if weight is None else factor * weight,
             piece_time=factor * self.piece_time + piece_time,
             unit=unit,
+            cp=self.cp,
+            sharing={ranks: factor * added for ranks, added in self.sharing.items()},
         )
 
     def load(self, features: np.ndarray, forward_only: bool = False) -> np.ndarray:
@@ -174,13 +271,18 @@ class CostModel:
             "backward": self.backward.tolist(),
             **({} if weight is None else {"weight_gradient": weight.tolist()}),
             **({"piece_time": self.piece_time} if self.piece_time else {}),
+            **({} if self.cp is None else {"cp": self.cp}),
+            **({"sharing": self._sharing_as_values()} if self.sharing else {}),
         }
+
+    def _sharing_as_values(self) -> dict[str, Any]:
+        return {str(ranks): added.tolist() for ranks, added in self.sharing.items()}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> CostModel:
         """Read what `to_json` wrote; ValueError when a key is missing or unknown."""
         arrays = ("forward", "backward", "weight_gradient")
-        unknown = sorted(set(map(str, value)) - {"unit", "piece_time", *arrays})
+        unknown = sorted(set(map(str, value)) - {"unit", "piece_time", "cp", "sharing", *arrays})
         missing = sorted({"forward", "backward"} - set(value))
         if unknown or missing:
             raise ValueError(
@@ -194,11 +296,25 @@ class CostModel:
                 for name in arrays
                 if name in value
             }
+            sharing = {
+                int(ranks): np.array(added, dtype=np.float64)
+                for ranks, added in entry({"sharing": {}, **value}, "sharing", dict).items()
+            }
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"cost model JSON: {one_line(error)}") from None
         unit = entry({"unit": "token", **value}, "unit", str)
         piece_time = entry({"piece_time": 0.0, **value}, "piece_time", float)
-        return cls(**coefficients, piece_time=piece_time, unit=unit)
+        cp = entry({"cp": None, **value}, "cp", int, type(None))
+        return cls(**coefficients, piece_time=piece_time, unit=unit, cp=cp, sharing=sharing)
+
+
+def added_by_sharing(sharing: Mapping[int, np.ndarray], cp: int) -> np.ndarray:
+    """[..., 3] what sharing over so many ranks adds, of a `CostModel.sharing` [..., 3]."""
+    if cp == 1:
+        return np.zeros(next(iter(sharing.values())).shape)
+    part = (cp - 1) / cp
+    added = sharing[max(ranks for ranks in sharing if ranks <= cp)]
+    return added * np.array([1.0, part, part])
 
 
 def weigh(features: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
@@ -239,17 +355,20 @@ def uniform_cost_model(
     unit: str = "token",
     shares: Sequence[float] | None = None,
 ) -> CostModel:
-    """overhead + per_token x tokens + per_pair x pairs is the forward of the whole model.
+    """overhead + per_token x tokens + per_pair x pairs is the forward of the whole model at cp 1.
 
     The default, for when nothing is known of the model, counts tokens and charges each micro-batch
     the overhead of reading the weights once. All stages are alike, unless shares tells the work of
     each in proportion, such as its number of layers. A backward takes twice the forward; the half
-    of it that is not attention (pairs) is the gradient of the weights.
+    of it that is not attention (pairs) is the gradient of the weights. With the layout's cp above 1
+    its ranks share tokens and pairs, at the price of `SHARING_OVERHEAD` and `SHARING_SHARE`.
 
     >>> uniform_cost_model(Layout(pp=2)).forward[0]
     array([128. ,   0.5,   0. ])
     >>> uniform_cost_model(Layout(pp=2), shares=[3, 1]).forward[0]
     array([192.  ,   0.75,   0.  ])
+    >>> uniform_cost_model(Layout(pp=2, cp=2)).forward[0]
+    array([149.33333333,   0.2625    ,   0.        ])
     """
     if not isinstance(layout, Layout):
         raise ValueError(f"layout={shortened(layout)} must be a Layout")
@@ -260,12 +379,15 @@ def uniform_cost_model(
         raise ValueError(f"shares={list(shares)} must be {stages} numbers, one a virtual stage")
     own = np.ones(stages) if shares is None else np.array(shares, dtype=np.float64)
     forward = np.outer(own / own.sum(), [overhead, per_token, per_pair])
+    added = forward * [SHARING_OVERHEAD, SHARING_SHARE, 0.0]
     return CostModel(
         forward=forward,
         backward=BACKWARD_OVER_FORWARD * forward,
         weight_gradient=forward * [1.0, 1.0, 0.0],
         unit=unit,
-    )
+        cp=1,
+        sharing={2: np.stack([added, BACKWARD_OVER_FORWARD * added])},
+    ).over(layout.cp)
 
 
 def verl_cost_model(layout: Layout, *, shares: Sequence[float] | None = None) -> CostModel:

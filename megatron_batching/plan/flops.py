@@ -2,9 +2,10 @@
 
 Counted are the matrix products, which are nearly all of the time of a large transformer: the
 projections and MLP (2 FLOP a parameter and token), attention scores and values over causal pairs,
-the router, the LM head. Two things are not FLOP but take time, and are
+the router, the LM head. Three things are not FLOP but take time, and are
 charged as the FLOP that the accelerator could do meanwhile: reading a stage's weights once a
-micro-batch, and copying embeddings. Left out: norms, dropout, softmax,
+micro-batch, copying embeddings, and the keys and values that context-parallel ranks exchange.
+Left out: norms, dropout, softmax, other
 communication inside a layer (with experts the all-to-all before and after them), kernels slower
 than peak. `megatron-batching calibrate` measures those; ratios between stages and lengths, which
 decide a plan, are mostly right without.
@@ -27,12 +28,21 @@ from typing import Any
 
 import numpy as np
 
-from megatron_batching.plan.cost import BACKWARD_OVER_FORWARD, OVERHEAD_TOKENS, CostModel
+from megatron_batching.plan.cost import (
+    BACKWARD_OVER_FORWARD,
+    OVERHEAD_TOKENS,
+    CostModel,
+    added_by_sharing,
+)
 from megatron_batching.plan.layout import Layout, check_positive
 from megatron_batching.plan.stages import Stage, pipeline_stages, stages_of_layers
 
 EMBEDDING_BYTES = 4.0  # a value read and written, bf16
 FLOP_PER_BYTE = 295.0  # peak FLOP over memory bytes of an H100 SXM, as in OVERHEAD_TOKENS
+LINK_FLOP_PER_BYTE = 2200.0  # peak FLOP over bytes/s in one direction between GPUs of a DGX H100
+EXCHANGE_BYTES = 4.0  # a key and a value, bf16
+EXCHANGE_FLOP = 20e-6 * 989e12  # while a layer's exchange starts: 20 us at that peak, an estimate
+BACKWARD_EXCHANGES = 2  # of keys and values again, and of their gradients
 
 
 def transformer_cost_model(
@@ -51,7 +61,7 @@ def transformer_cost_model(
             gated_linear_unit, num_moe_experts and the other moe_ sizes, recompute_granularity,
             recompute_method, recompute_num_layers, and what `pipeline_stages` reads.
         layout: pp, vpp, tp, cp, ep and etp; work is shared by tp x cp ranks, experts' weights by
-            ep x etp.
+            ep x etp. The model tells of other cp, too (`CostModel.over`).
         vocab_size: rows of the LM head.
         layers_per_stage: [S] layers of each virtual stage, instead of what the config says of them;
             embedding and LM head then are at the two ends.
@@ -96,9 +106,7 @@ class StageCosts:
         _check_expert_ranks(config, layout)
         self.config, self.layout, self.vocab_size = config, layout, vocab_size
         self.unit = "s" if flops_per_second else "FLOP"
-        scale = layout.tp * layout.cp * (flops_per_second or 1.0)
-        # cp shares the tokens of a micro-batch, but each of its ranks reads all weights.
-        self._shares = np.array([layout.cp, 1.0, 1.0]) / scale
+        self._scale = layout.tp * (flops_per_second or 1.0)
         self._rows: dict[tuple[int, Stage, int], np.ndarray] = {}
 
     def stage(self, first_layer: int, stage: Stage, mtp_layers: int = 0) -> np.ndarray:
@@ -111,21 +119,53 @@ class StageCosts:
         """
         key = (first_layer, stage, mtp_layers)
         if key not in self._rows:
-            flops = _stage_flops(
-                self.config, stage, first_layer, mtp_layers, self.vocab_size, self.layout
-            )
-            self._rows[key] = flops * self._shares
+            cp = self.layout.cp
+            # cp shares the tokens of a micro-batch, but each of its ranks reads all weights.
+            rows = self.work(first_layer, stage, mtp_layers) * [1.0, 1 / cp, 1 / cp]
+            added = self.sharing(stage.decoder_layers + stage.mtp_layers)
+            rows[:2] += added_by_sharing(added, cp)
+            self._rows[key] = rows
         return self._rows[key]
 
+    def work(self, first_layer: int, stage: Stage, mtp_layers: int = 0) -> np.ndarray:
+        """[3, 3] as `stage`, by which it is called once a kind, where no ranks share samples."""
+        flops = _stage_flops(
+            self.config, stage, first_layer, mtp_layers, self.vocab_size, self.layout
+        )
+        return flops / self._scale
+
+    def sharing(self, num_layers: int) -> dict[int, np.ndarray]:
+        """[2, 3] what sharing over cp ranks adds to so many layers, as `CostModel.sharing` has it.
+
+        Two ranks of a node are taken to share; `fit.EstimatedCosts` knows more of the machine.
+        """
+        projected = _projected(self.config)
+        heads = self.config.num_attention_heads
+        width = projected * _value(self.config, "num_query_groups", heads) / heads
+        once = np.array([EXCHANGE_FLOP * self.layout.tp, EXCHANGE_BYTES * width, 0.0])
+        once *= np.array([1.0, LINK_FLOP_PER_BYTE, 0.0]) * num_layers / self._scale
+        backward = BACKWARD_EXCHANGES * once
+        if _value(self.config, "recompute_granularity", None) == "full":
+            backward = backward + once
+        return {2: np.stack([once, backward])}
+
     def model(self, stages: Sequence[Stage]) -> CostModel:
-        """The cost model of one split."""
+        """The cost model of one split, for the layout's cp."""
         mtp_layers = sum(stage.mtp_layers for stage in stages)
         first, rows = 0, []
         for stage in stages:
             rows.append(self.stage(first, stage, mtp_layers))
             first += stage.decoder_layers
         forward, backward, weight = np.stack(rows, axis=1)
-        return CostModel(forward=forward, backward=backward, weight_gradient=weight, unit=self.unit)
+        shared = [self.sharing(stage.decoder_layers + stage.mtp_layers) for stage in stages]
+        return CostModel(
+            forward=forward,
+            backward=backward,
+            weight_gradient=weight,
+            unit=self.unit,
+            cp=self.layout.cp,
+            sharing={n: np.stack([of[n] for of in shared], axis=1) for n in shared[0]},
+        )
 
 
 def _check_expert_ranks(config: Any, layout: Layout) -> None:
@@ -155,9 +195,7 @@ def _stage_flops(
         vocab_size: rows of the LM head.
         layout: shares the experts.
     """
-    hidden = config.hidden_size
-    projected = _value(config, "kv_channels", hidden // config.num_attention_heads)
-    projected *= config.num_attention_heads
+    hidden, projected = config.hidden_size, _projected(config)
     numbers = range(first, first + stage.decoder_layers)
     layers = [_layer(config, index, projected, layout) for index in numbers]
     layers += [_mtp_layer(config, projected, layout)] * stage.mtp_layers
@@ -174,6 +212,12 @@ def _stage_flops(
     forward[1] += copied
     other[1] -= (BACKWARD_OVER_FORWARD - 1) * copied
     return np.stack([forward, BACKWARD_OVER_FORWARD * forward + other, weight])
+
+
+def _projected(config: Any) -> int:
+    """Width of the queries of all heads."""
+    heads: int = config.num_attention_heads
+    return heads * int(_value(config, "kv_channels", config.hidden_size // heads))
 
 
 def _layer(config: Any, index: int, projected: int, layout: Layout) -> tuple[float, float, float]:

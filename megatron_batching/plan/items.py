@@ -58,6 +58,30 @@ def contiguous_owners(num_samples: int, dp: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(dp) for _ in range(base + (rank < extra)))
 
 
+def owners_over(owners: Sequence[int] | np.ndarray, layout: Layout, cp: int) -> tuple[int, ...]:
+    """Owners when the layout's dp x cp ranks are dealt anew, cp of them to a replica.
+
+    Replicas that become one bring their samples together. Where one becomes several, whose ranks
+    all hold its samples, these go to them in contiguous blocks, as equal as can be.
+
+    Args:
+        owners: dp rank of the layout that holds each sample.
+        layout: as it was.
+        cp: ranks of a new replica; divides dp x cp.
+
+    >>> owners_over([0, 0, 1, 1], Layout(dp=2), 2)
+    (0, 0, 0, 0)
+    >>> owners_over([0, 0, 0, 1], Layout(dp=2, cp=2), 1)
+    (0, 0, 1, 2)
+    """
+    held = np.asarray(owners)
+    first_rank = held * layout.cp
+    for owner in np.unique(held) if cp < layout.cp else ():
+        rows = np.flatnonzero(held == owner)
+        first_rank[rows] += np.arange(len(rows)) * layout.cp // len(rows)
+    return tuple((first_rank // cp).tolist())
+
+
 def check_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     """Lengths as an int64 array [K]; ValueError says what they are instead, or names the first
     that is no length."""
@@ -117,7 +141,7 @@ def gather_items(
     """Items of one mini-batch; ValueError for lengths, owners or groups that cannot be planned."""
     values = check_lengths(lengths)
     num_samples = len(values)
-    owner = _check_owners(owners, num_samples, layout.dp)
+    owner = check_owners(owners, num_samples, layout.dp)
     align = options.alignment(layout)
     sizes = -(-values // align) * align
     members = group_rows(num_samples, options.sample_groups)
@@ -183,7 +207,8 @@ def alone_tokens(items: Items, packing: Packing) -> np.ndarray:
     return items.tokens if packing == "packed" else items.rows * items.longest
 
 
-def _check_owners(owners: Sequence[int] | None, num_samples: int, dp: int) -> np.ndarray:
+def check_owners(owners: Sequence[int] | None, num_samples: int, dp: int) -> np.ndarray:
+    """Owners as an int64 array [K], contiguous blocks where none are given; ValueError else."""
     values = np.asarray(contiguous_owners(num_samples, dp) if owners is None else owners)
     if values.shape != (num_samples,):
         raise ValueError(

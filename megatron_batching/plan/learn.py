@@ -163,10 +163,10 @@ def _between(current: CostModel, fitted: CostModel) -> CostModel:
         return (1.0 - _DAMPING) * a + _DAMPING * b
 
     old, new = current.weight_gradient, fitted.weight_gradient
-    return CostModel(
+    return replace(
+        fitted,
         forward=mix(current.forward, fitted.forward),
         backward=mix(current.backward, fitted.backward),
         weight_gradient=new if old is None or new is None else mix(old, new),
         piece_time=(1.0 - _DAMPING) * current.piece_time + _DAMPING * fitted.piece_time,
-        unit=SECONDS,
     )

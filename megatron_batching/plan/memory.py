@@ -20,7 +20,7 @@ S virtual stages, P moments inside an op.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -123,6 +123,9 @@ class MemoryModel:
     """[S, P, 4] moments inside a forward that is followed by no backward: all of its bytes."""
     chunk_tokens: float = field(default=float("inf"))
     """Most tokens that are worked on at a time where `chunk` counts."""
+    cp: int | None = None
+    """Context-parallel ranks that share the tokens of a micro-batch; None: those of whatever
+    layout, and what fewer or more of them would hold is not known."""
 
     def __post_init__(self) -> None:
         shape = np.shape(self.activations)
@@ -153,6 +156,29 @@ class MemoryModel:
                 f"{max(pp, default=0)} ranks, the layout has pp={layout.pp} x vpp={layout.vpp}: "
                 "make it for this layout"
             )
+
+    def over(self, cp: int) -> MemoryModel:
+        """The model where so many context-parallel ranks share what grows with tokens.
+
+        Raises:
+            ValueError: it does not tell of other cp than its own.
+        """
+        if cp == self.cp:
+            return self
+        if self.cp is None:
+            raise ValueError(
+                f"the memory model does not tell what a rank holds at cp={cp}: give one that "
+                "`fit.memory_model` made, for Transformer Engine's layers, or leave cp out"
+            )
+        share = np.array([1.0, *[self.cp / cp] * (NUM_MEMORY_FEATURES - 1)])
+        names = (*HELD_KINDS, "buffers", "product", *MOMENT_KINDS)
+        shared = {name: getattr(self, name) * share for name in names}
+        return replace(self, **shared, chunk_tokens=self.chunk_tokens * cp / self.cp, cp=cp)
+
+    def of_layout(self, layout: Layout) -> MemoryModel:
+        """The model for the layout's cp; ValueError unless it has its stages and tells of it."""
+        self.check_layout(layout)
+        return self if self.cp is None else self.over(layout.cp)
 
     def features(self, tokens: Sequence[float], widths: Sequence[float]) -> np.ndarray:
         """[M, 4] of micro-batches with so many tokens, in rows of such a width."""

@@ -155,7 +155,7 @@ def limited(
             "memory_model (megatron_batching.fit.memory_model makes one from a model's sizes), or "
             "limit tokens by max_tokens_per_micro_batch instead"
         )
-    model.check_layout(layout)
+    model = model.of_layout(layout)
     unit = options.alignment(layout)
     sizes = -(-lengths // unit) * unit
     limit = MemoryLimit(model=model, layout=layout, options=options)
@@ -209,7 +209,7 @@ def plan_peaks(
     options = replace(plan.options, forward_only=forward_only)
     features = [plan.features(replica.dp_rank) for replica in plan.replicas]
     deferrals = [None if forward_only else replica.deferral for replica in plan.replicas]
-    limit = MemoryLimit(model=model, layout=plan.layout, options=options)
+    limit = MemoryLimit(model=model.of_layout(plan.layout), layout=plan.layout, options=options)
     return limit.peaks(plan.group, features, deferrals)
 
 

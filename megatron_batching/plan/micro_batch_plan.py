@@ -76,7 +76,7 @@ class MicroBatchPlan:
     """A whole mini-batch, planned. Build it with `plan_mini_batch`."""
 
     layout: Layout
-    """Sizes of the run."""
+    """Sizes of the run; dp and cp are those that the plan chose, where its options let it."""
     options: BatchingOptions
     """Limits that the plan keeps."""
     group: int | None
@@ -84,7 +84,7 @@ class MicroBatchPlan:
     lengths: tuple[int, ...]
     """Tokens of each sample, in row order, without padding."""
     owners: tuple[int, ...]
-    """dp rank that held each sample before planning."""
+    """dp rank of the plan's layout that held each sample before planning."""
     replicas: tuple[ReplicaPlan, ...]
     """One for each dp rank, in rank order."""
     predicted: Prediction
@@ -175,6 +175,7 @@ class MicroBatchPlan:
         linked = self.layout.linked_replicas
         first = dp_rank - dp_rank % linked
         features = [self.features(rank) for rank in range(first, first + linked)]
+        model = model.of_layout(self.layout)
         [times] = linked_times(model, self.layout, features)
         return simulate(
             self.schedule(dp_rank),
@@ -200,7 +201,7 @@ class MicroBatchPlan:
             features: `features` of each replica, for who asks often and has them.
         """
         return slowest_step_time(
-            model,
+            model.of_layout(self.layout),
             self.layout,
             self.group,
             features or [self.features(replica.dp_rank) for replica in self.replicas],
@@ -222,6 +223,8 @@ class MicroBatchPlan:
     def validate(self) -> None:
         """Check every invariant; ValueError names the first that does not hold."""
         layout, options = self.layout, self.options
+        if layout.cp not in options.cp_sizes(layout):
+            raise ValueError(f"cp={layout.cp} is none of those to choose from, cp={options.cp}")
         items = gather_items(self.lengths, layout, options, self.owners)
         if [r.dp_rank for r in self.replicas] != list(range(layout.dp)):
             raise ValueError(f"replicas must be dp ranks 0 to {layout.dp - 1}, in order")
@@ -324,8 +327,9 @@ class MicroBatchPlan:
         else:
             del predicted["peak_bytes"]
         options = asdict(self.options)
-        if isinstance(options["sample_groups"], tuple):
-            options["sample_groups"] = list(options["sample_groups"])
+        for name in ("sample_groups", "cp"):
+            if isinstance(options[name], tuple):
+                options[name] = list(options[name])
         return {
             "layout": asdict(self.layout),
             "group": self.group,
@@ -384,7 +388,8 @@ class MicroBatchPlan:
         return "\n".join(
             [
                 f"layout      {layout.describe()}"
-                + (f"; group {self.group}" if self.group else ""),
+                + (f"; group {self.group}" if self.group else "")
+                + self._describe_choice(),
                 f"limit       {self._describe_limit()}",
                 f"samples     {len(self.lengths)}, {sum(self.lengths)} tokens, longest "
                 f"{max(self.lengths)}; {self.num_moved} move to another replica",
@@ -404,6 +409,12 @@ class MicroBatchPlan:
                 f"planned in  {self.planning_seconds * 1e3:.1f} ms ({options.method})",
             ]
         )
+
+    def _describe_choice(self) -> str:
+        if self.options.cp is None:
+            return ""
+        sizes = ", ".join(map(str, self.options.cp_sizes(self.layout)))
+        return f"; cp chosen for this mini-batch among {sizes}"
 
     def _describe_limit(self) -> str:
         layout, options = self.layout, self.options

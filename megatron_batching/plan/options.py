@@ -5,7 +5,8 @@ is given; or a limit in bytes beside them, or instead, from which a cap follows.
 is stated in tokens of one replica, which is what the sum of sample lengths means whatever cp is;
 `max_tokens_per_gpu` is the same cap in the spelling of systems that count what lies on one GPU, and
 is multiplied by cp. The alternative, guessing from the size of the number which of the two was
-meant, is wrong by a factor of cp without anyone noticing.
+meant, is wrong by a factor of cp without anyone noticing. Where each plan chooses its cp, both keep
+their meaning: the first is the same cap at every cp, the second grows with it, as memory allows.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ Packing = Literal["packed", "padded"]
 Oversize = Literal["error", "alone"]
 Balance = Literal["replicas", "none"]
 Method = Literal["search", "baseline"]
+ContextSizes = Literal["auto"] | tuple[int, ...] | None
+"""Which cp a plan may choose, see `BatchingOptions.cp`."""
 Deferring = Literal["auto", "off"]
 """What engines do with weight gradients: put them off where the model is served, or never."""
 
@@ -42,6 +45,24 @@ def as_groups(groups: Any) -> int | tuple[int, ...] | None:
             "id for each sample"
         ) from None
     return ids
+
+
+def as_context_sizes(value: Any, name: str = "cp") -> ContextSizes:
+    """The sizes, ascending, each once; ValueError where they are none.
+
+    >>> as_context_sizes([4, 1, 2]), as_context_sizes("auto")
+    ((1, 2, 4), 'auto')
+    """
+    if value is None or value == "auto":
+        return value
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(
+            f"{name}={shortened(value)} must be auto, or a list of the sizes to choose from, such "
+            "as (1, 2, 4); a single one is the layout's: set its cp"
+        )
+    for size in value:
+        check_positive(name, size)
+    return tuple(sorted(set(value)))
 
 
 def as_deferring(value: object, name: str = "defer_weight_gradients") -> Deferring:
@@ -84,6 +105,9 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
     align: int = 1
     """Each sample is padded to a multiple of this (tp with sequence parallelism, fp8). With
     cp > 1 a multiple of 2 cp is needed too, and taken without asking."""
+    align_per_gpu: int = 1
+    """The same for what one context-parallel rank holds of a sample: a multiple of cp times this is
+    taken."""
     oversize: Oversize = "error"
     """A sample over the cap: `error`, or `alone` in a micro-batch of its own, reported."""
     sample_groups: int | tuple[int, ...] | None = None
@@ -105,6 +129,10 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
     defer_weight_gradients: bool = False
     """Compute gradients of weights in the gaps of the schedule, where the cost model tells how long
     they take and the step gets shorter. A pass without backward has none."""
+    cp: ContextSizes = None
+    """Context-parallel ranks that share each sample of this mini-batch: a list to choose from, or
+    `auto` for all powers of two. The dp x cp ranks of the layout are dealt anew for each plan, so
+    each must divide their number; None keeps the layout's cp."""
     max_tokens_in_flight: int | None = None
     """With deferral: tokens that a rank may hold between forward and weight gradient, a chunk of
     vpp counting 1 / vpp of its tokens. By default the most that any rank holds without deferral;
@@ -136,6 +164,7 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
         check_positive("align", self.align)
+        check_positive("align_per_gpu", self.align_per_gpu)
         check_choice("packing", self.packing, get_args(Packing))
         check_choice("oversize", self.oversize, get_args(Oversize))
         check_choice("balance", self.balance, get_args(Balance))
@@ -149,6 +178,7 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
                 f"min_num_micro_batches={low} is over max_num_micro_batches={high}: lower the first"
             )
         object.__setattr__(self, "sample_groups", as_groups(self.sample_groups))
+        object.__setattr__(self, "cp", as_context_sizes(self.cp))
 
     def token_cap(self, layout: Layout) -> int | None:
         """Hard cap in tokens of one replica; None in fixed batching."""
@@ -156,12 +186,35 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
             return self.max_tokens_per_gpu * layout.cp
         return self.max_tokens_per_micro_batch
 
+    def cp_sizes(self, layout: Layout) -> tuple[int, ...]:
+        """The cp among which a plan for this layout chooses, ascending; its own if it has none.
+
+        Raises:
+            ValueError: one does not divide the layout's dp x cp ranks.
+
+        >>> BatchingOptions(micro_batch_size=1, cp="auto").cp_sizes(Layout(dp=12))
+        (1, 2, 4)
+        """
+        if self.cp is None:
+            return (layout.cp,)
+        ranks = layout.dp * layout.cp
+        if self.cp == "auto":
+            sizes = (2**i for i in range(ranks.bit_length()))
+            return tuple(size for size in sizes if ranks % size == 0)
+        wrong = [size for size in self.cp if ranks % size]
+        if wrong:
+            raise ValueError(
+                f"cp={wrong[0]} does not divide the dp x cp = {ranks} ranks of the layout, which "
+                "share out the samples: leave it out, or change dp"
+            )
+        return self.cp
+
     def defers(self, layout: Layout) -> bool:
         """Whether weight gradients are put off: there must be a backward, and gaps to fill."""
         return self.defer_weight_gradients and not self.forward_only and layout.pp > 1
 
     def alignment(self, layout: Layout) -> int:
-        """Multiple to which each sample is padded: `align`, and 2 cp where cp > 1.
+        """Multiple to which each sample is padded: `align`, cp x `align_per_gpu`, and 2 cp > 2.
 
         Context parallelism cuts each sample into 2 cp pieces (Megatron-Core,
         `get_batch_on_this_cp_rank` and its packed counterpart).
@@ -169,4 +222,5 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
         >>> BatchingOptions(micro_batch_size=1, align=3).alignment(Layout(cp=2))
         12
         """
-        return lcm(self.align, 2 * layout.cp) if layout.cp > 1 else self.align
+        multiple = lcm(self.align, self.align_per_gpu * layout.cp)
+        return lcm(multiple, 2 * layout.cp) if layout.cp > 1 else multiple

@@ -3,6 +3,11 @@
 The plan is a pure function of its arguments: no clock, no random numbers, no set or hash order
 decides anything, so every rank that calls this with the gathered lengths gets the same plan, or
 the same error, without talking to another.
+
+Where the options name several cp, the layout's dp x cp ranks are dealt anew for each of them, and
+the mini-batch is swept on each such layout (`plan.search`): that takes a small part of the time and
+tells the step to a few per cent. Polishing goes to those that come near the best, and the shortest
+step wins. Polishing all would never miss one; `CLOSE_TO_BEST` says what that could gain.
 """
 
 from __future__ import annotations
@@ -10,37 +15,37 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_batching.plan.bound import lower_bounds
 from megatron_batching.plan.cost import CostModel, uniform_cost_model
 from megatron_batching.plan.homes import Homes, Moving
-from megatron_batching.plan.items import Items, check_lengths, gather_items
+from megatron_batching.plan.items import (
+    Items,
+    check_lengths,
+    check_owners,
+    gather_items,
+    owners_over,
+)
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.limits import check_size
 from megatron_batching.plan.memory import MemoryModel
 from megatron_batching.plan.memory_limit import limited, no_plan
 from megatron_batching.plan.micro_batch_plan import MicroBatch, MicroBatchPlan, ReplicaPlan
+from megatron_batching.plan.one_layout import Found, deferrals_of, search_layout
 from megatron_batching.plan.options import BatchingOptions
-from megatron_batching.plan.pack import Packing, PackingProblem
+from megatron_batching.plan.pack import PackingProblem
 from megatron_batching.plan.padding import padded_lengths
 from megatron_batching.plan.predict import (
-    LEAST_GAIN,
     Prediction,
-    find_deferrals,
-    least_deferred_step_time,
-    most_tokens_in_flight,
     predict,
-    slowest_step_time,
 )
 from megatron_batching.plan.search import Search
-from megatron_batching.schedules import Deferral
 from megatron_batching.schedules.files import shortened
 
-LOWER_CAPS = (0.7, 0.5, 0.35, 0.25, 0.0)  # of the cap, where a memory limit is not kept with it
-LESS_IN_FLIGHT = (0.75, 0.5, 0.25)  # of the tokens in flight, where putting off takes too much
+CLOSE_TO_BEST = 1.1  # ratio of swept steps up to which another cp is searched to the end
 # Stands in until rows that were cut elsewhere are known to be legal, which simulating needs.
 _NOT_YET = Prediction(
     step_time=math.nan,
@@ -49,21 +54,6 @@ _NOT_YET = Prediction(
     bubble_fraction=math.nan,
     peak_tokens_in_flight=(),
 )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Found:
-    """What a search ended with: one packing, its features [M, 3] and deferral for each replica."""
-
-    group: int | None
-    packings: list[Packing]
-    features: list[np.ndarray]
-    deferrals: list[Deferral | None]
-    step_time: float
-    peak_bytes: tuple[float, ...] = ()
-    """[pp] where memory is limited, the most over the replicas."""
-    fits: bool = True
-    """Whether a memory limit is kept."""
 
 
 def plan_mini_batch(
@@ -79,11 +69,13 @@ def plan_mini_batch(
 
     Args:
         lengths: tokens of each sample of the global mini-batch, in row order.
-        layout: sizes of the run.
+        layout: sizes of the run; the plan's own has the dp and cp that `options.cp` lets it choose.
         options: limits and wishes.
-        cost_model: times to plan by; None counts tokens (`uniform_cost_model`).
-        owners: dp rank that holds each sample, which has to travel if it runs elsewhere; None:
-            every rank has all samples, so that nothing travels (contiguous blocks are noted).
+        cost_model: times to plan by; None counts tokens (`uniform_cost_model`). To choose a cp it
+            has to know them all (`CostModel.over`).
+        owners: dp rank of `layout` that holds each sample, which has to travel if it runs
+            elsewhere; None: every rank has all samples, so that nothing travels (contiguous blocks
+            are noted).
         memory_model: what ranks hold; needed for, and only used with, `options.memory_limit`.
         moving: what it costs that samples travel; by default as `Moving()` says. Only with owners.
 
@@ -97,9 +89,10 @@ def plan_mini_batch(
     8
     """
     started = time.perf_counter()
-    problem, options = _problem(lengths, layout, options, cost_model, owners, memory_model)
+    searches = _searches(lengths, layout, options, cost_model, owners, memory_model, moving)
+    search, found, bound = _best(searches)
+    problem, layout, options = search.problem, search.layout, search.options
     items = problem.items
-    found, bound = _search(problem, layout, options, _homes(problem, options, owners, moving))
     return MicroBatchPlan(
         layout=layout,
         options=options,
@@ -155,6 +148,12 @@ def plan_from_rows(
     [8, 8]
     """
     started = time.perf_counter()
+    _check_types(layout, options)
+    if layout.cp not in options.cp_sizes(layout):
+        raise ValueError(
+            f"rows for cp={layout.cp}, which is none of cp={options.cp} in the options: cut them "
+            "for one of those, or leave cp out"
+        )
     problem, options = _problem(lengths, layout, options, cost_model, owners, memory_model)
     if layout.vpp > 1:
         group = group or layout.group or layout.pp
@@ -177,7 +176,7 @@ def _judged(plan: MicroBatchPlan, problem: PackingProblem) -> MicroBatchPlan:
     """The plan with what the simulator says of it, and its weight gradients where they run best."""
     layout, options = plan.layout, plan.options
     features = [plan.features(replica.dp_rank) for replica in plan.replicas]
-    deferrals, step_time = _deferrals(problem, options, plan.group, features)
+    deferrals, step_time = deferrals_of(problem, options, plan.group, features)
     held = problem.held(plan.group, features, deferrals)
     if problem.memory is not None and not problem.memory.keeps(held):
         raise no_plan(problem.memory, held, plan.lengths)
@@ -209,6 +208,8 @@ def lower_bounds_of(
 ) -> tuple[float, float]:
     """Step times that no plan of a mini-batch can beat; `predicted.lower_bound` is the greater.
 
+    Where the options let a plan choose its cp, those of the one whose greater bound is least.
+
     Args:
         lengths: tokens of each sample of the global mini-batch.
         layout: sizes of the run.
@@ -228,8 +229,56 @@ def lower_bounds_of(
     >>> lower_bounds_of(lengths, Layout(pp=4), options)
     (1059.75, 1075.5)
     """
-    problem, options = _problem(lengths, layout, options, cost_model, owners, memory_model)
-    return lower_bounds(problem, layout, options)
+    searches = _searches(lengths, layout, options, cost_model, owners, memory_model)
+    bounds = [lower_bounds(of.problem, of.layout, of.options) for of in searches]
+    return min(bounds, key=max)
+
+
+def _check_types(layout: Layout, options: BatchingOptions) -> None:
+    for name, value, kind in (("layout", layout, Layout), ("options", options, BatchingOptions)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}={shortened(value)} must be a {kind.__name__}")
+
+
+def _searches(
+    lengths: Sequence[int] | np.ndarray,
+    layout: Layout,
+    options: BatchingOptions,
+    cost_model: CostModel | None,
+    owners: Sequence[int] | None,
+    memory_model: MemoryModel | None,
+    moving: Moving | None = None,
+) -> list[Search]:
+    """A search on each layout that the options leave open, by ascending cp.
+
+    Raises:
+        ValueError: it can be planned on none, or a model does not tell of all of them.
+    """
+    _check_types(layout, options)
+    sizes = options.cp_sizes(layout)
+    model = cost_model if cost_model is not None else uniform_cost_model(layout)
+    model.check_layout(layout)
+    for cp in sizes:
+        # A model that tells of one cp alone is taken to be for the layout's.
+        for known in (model, memory_model):
+            if cp != layout.cp and known is not None:
+                known.over(cp)
+    lengths = check_lengths(lengths)
+    found, errors = [], dict[int, ValueError]()
+    for cp in sizes:
+        try:
+            dealt = replace(layout, dp=layout.dp * layout.cp // cp, cp=cp)
+            held = owners
+            if owners is not None and cp != layout.cp:
+                held = owners_over(check_owners(owners, len(lengths), layout.dp), layout, cp)
+            problem, limits = _problem(lengths, dealt, options, model, held, memory_model)
+            homes = _homes(problem, limits, held, moving)
+            found.append(Search(problem, dealt, limits, homes))
+        except ValueError as error:
+            errors[cp] = error
+    if not found:
+        raise _none_of(errors)
+    return found
 
 
 def _problem(
@@ -241,16 +290,12 @@ def _problem(
     memory_model: MemoryModel | None,
 ) -> tuple[PackingProblem, BatchingOptions]:
     """The problem, and the options with the cap that follows from a memory limit."""
-    for name, value, kind in (("layout", layout, Layout), ("options", options, BatchingOptions)):
-        if not isinstance(value, kind):
-            raise ValueError(f"{name}={shortened(value)} must be a {kind.__name__}")
     lengths = check_lengths(lengths)
     check_size(len(lengths), layout, options)
     model = cost_model if cost_model is not None else uniform_cost_model(layout)
-    model.check_layout(layout)
     options, memory = limited(options, layout, memory_model, lengths)
     items = gather_items(lengths, layout, options, owners)
-    return PackingProblem(items, layout, options, model, memory), options
+    return PackingProblem(items, layout, options, model.of_layout(layout), memory), options
 
 
 def _homes(
@@ -268,107 +313,45 @@ def _homes(
     return Homes(problem.items, moving or Moving(), problem.layout.dp, step)
 
 
-def _search(
-    problem: PackingProblem, layout: Layout, options: BatchingOptions, homes: Homes | None
-) -> tuple[_Found, float]:
-    """The best plan found, and the step time that none can beat.
-
-    Where a memory limit is not kept by it, lower caps are tried, down to the longest item.
-    """
-    found, bound = _search_once(problem, layout, options, homes)
-    if problem.memory is None or found.fits:
-        return found, bound
-    tried = [found]
-    least = float(problem.weights.max())
-    for share in LOWER_CAPS:
-        narrower = problem.capped(max(least, problem.cap * share))
-        found, _ = _search_once(narrower, layout, options, homes)
-        if found.fits:
-            return found, bound
-        tried.append(found)
-    found = min(tried, key=lambda found: max(found.peak_bytes))
-    held = problem.held(found.group, found.features, found.deferrals)
-    raise no_plan(problem.memory, held, problem.items.lengths)
-
-
-def _search_once(
-    problem: PackingProblem, layout: Layout, options: BatchingOptions, homes: Homes | None
-) -> tuple[_Found, float]:
-    """The best plan under the problem's cap, and the step time that none can beat.
-
-    With weight gradients in the gaps other cuts are best, but the search only estimates how well
-    they fill; so the best cut without them is tried too, with and without. Putting off has to gain
-    `LEAST_GAIN` over that one.
-    """
-    first = Search(problem, layout, options, homes)
-    best = _filled(problem, options, *_cut(first))
-    if problem.deferred and options.method == "search":
-        whole = problem.judged(False)
-        cut = _cut(Search(whole, layout, options, homes))
-        other = _filled(whole, options, *cut)
-        least = least_deferred_step_time(problem.model, layout, cut[0], cut[2])
-        if least < best.step_time or not best.fits:
-            best = min(best, _filled(problem, options, *cut), key=_worth)
-        margin = 0.0 if best.deferrals[0] is None else LEAST_GAIN
-        gains = best.step_time > other.step_time * (1 - margin)
-        if other.fits and (gains or not best.fits):
-            best = other
-    return best, first.bound
+def _best(searches: Sequence[Search]) -> tuple[Search, Found, float]:
+    """The search with the shortest step, what it found, and the step that no plan of it beats."""
+    if len(searches) == 1:
+        [only] = searches
+        return only, *search_layout(only)
+    swept, errors = [], dict[int, ValueError]()
+    for search in searches:
+        try:
+            swept.append((search.swept[0].time, search.layout.cp, search))
+        except ValueError as error:
+            errors[search.layout.cp] = error
+    swept.sort(key=lambda of: of[:2])
+    best: tuple[Search, Found, float] | None = None
+    for step_time, cp, search in swept:
+        if best is not None:
+            too_slow = step_time > CLOSE_TO_BEST * swept[0][0]
+            if too_slow or search.bound >= best[1].step_time:
+                continue
+        try:
+            found, bound = search_layout(search)
+        except ValueError as error:
+            errors[cp] = error
+            continue
+        if best is None or found.step_time < best[1].step_time:
+            best = search, found, bound
+    if best is None:
+        raise _none_of(errors)
+    return best
 
 
-def _worth(found: _Found) -> tuple[bool, float]:
-    """Lower is better: what keeps the memory limit, then what is faster."""
-    return not found.fits, found.step_time
-
-
-def _cut(search: Search) -> tuple[int | None, list[Packing], list[np.ndarray]]:
-    """Group, and packing and features [M, 3] of each replica, that a search finds."""
-    group, packings = search.run()
-    return group, packings, [search.problem.features(packing) for packing in packings]
-
-
-def _filled(
-    problem: PackingProblem,
-    options: BatchingOptions,
-    group: int | None,
-    packings: list[Packing],
-    features: list[np.ndarray],
-) -> _Found:
-    """What comes of these micro-batches, weight gradients in the gaps where they may be."""
-    deferrals, step_time = _deferrals(problem, options, group, features)
-    held = problem.held(group, features, deferrals)
-    return _Found(
-        group=group,
-        packings=packings,
-        features=features,
-        deferrals=deferrals,
-        step_time=step_time,
-        peak_bytes=tuple(rank.total for rank in held),
-        fits=problem.memory is None or problem.memory.keeps(held),
+def _none_of(errors: dict[int, ValueError]) -> ValueError:
+    """The error where a mini-batch can be planned at no cp: that of the most ranks."""
+    *_, cp = sorted(errors)
+    if len({str(error) for error in errors.values()}) == 1:
+        return errors[cp]
+    sizes = ", ".join(map(str, sorted(errors)))
+    return ValueError(
+        f"the mini-batch can be planned at none of cp {sizes}; at cp {cp}: {errors[cp]}"
     )
-
-
-def _deferrals(
-    problem: PackingProblem,
-    options: BatchingOptions,
-    group: int | None,
-    features: Sequence[np.ndarray],
-) -> tuple[list[Deferral | None], float]:
-    """Of each replica, where its weight gradients run, and the step; features [M, 3] of each."""
-    model, layout = problem.model, problem.layout
-    if problem.deferred:
-        limit = options.max_tokens_in_flight
-        found = find_deferrals(model, layout, group, features, limit)
-        if problem.memory is None or problem.keeps_memory(group, features, found[0]):
-            return found
-        # What is put off takes too much: less of it, and in the end nothing.
-        most = limit or most_tokens_in_flight(layout, group, features)
-        for share in LESS_IN_FLIGHT:
-            found = find_deferrals(model, layout, group, features, max(1, int(share * most)))
-            if problem.keeps_memory(group, features, found[0]):
-                return found
-    step_time = slowest_step_time(model, layout, group, features, forward_only=options.forward_only)
-    return [None] * len(features), step_time
 
 
 def _replicas_of_rows(
@@ -390,7 +373,7 @@ def _replicas_of_rows(
     )
 
 
-def _replica(rank: int, found: _Found, items: Items) -> ReplicaPlan:
+def _replica(rank: int, found: Found, items: Items) -> ReplicaPlan:
     tokens = found.features[rank][:, 1].astype(int).tolist()
     return ReplicaPlan(
         dp_rank=rank,

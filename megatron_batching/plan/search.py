@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -151,12 +151,23 @@ class Search:
 
     def run(self) -> tuple[int | None, list[Packing]]:
         """Search; ValueError when no plan keeps the limits."""
+        best = self.swept[0]
+        if self.options.method == "search":
+            best = self._polished(self.swept[:NUM_FINALISTS])
+        return best.group, [candidate.packing for candidate in best.candidates]
+
+    @cached_property
+    def swept(self) -> list[Finalist]:
+        """Plans as the sweeps leave them, the fastest first; ValueError when none keeps the limits.
+
+        That is the cheap part: it tells what polishing may begin from, and about where it ends.
+        """
         owned = owner_shares(self.problem, self.layout.dp)
         if self.options.method == "baseline":
             baseline = self._baseline(owned)
             if not baseline:
                 raise self._infeasible(owned)
-            return baseline[0].group, [c.packing for c in baseline[0].candidates]
+            return baseline
         shares = owned
         finalists: list[Finalist] = []
         homes, dp = self.homes, self.layout.dp
@@ -180,9 +191,7 @@ class Search:
             finalists += self._baseline(owned)
         if not finalists:
             raise self._infeasible(shares)
-        finalists = [self._settled(finalist) for finalist in finalists]
-        best = self._polished(sorted(finalists, key=self._worth)[:NUM_FINALISTS])
-        return best.group, [candidate.packing for candidate in best.candidates]
+        return sorted(map(self._settled, finalists), key=self._worth)
 
     def _nearer(self, homes: Homes, shares: Shares, idle: np.ndarray) -> Shares | None:
         """Shares near home that make up for idle times [dp]; None where these do already."""

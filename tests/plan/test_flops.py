@@ -12,6 +12,7 @@ import pytest
 
 from megatron_batching.plan import Layout, transformer_cost_model
 from megatron_batching.plan.cost import OVERHEAD_TOKENS
+from megatron_batching.plan.flops import EXCHANGE_FLOP, LINK_FLOP_PER_BYTE
 
 VOCAB = 1000
 
@@ -34,9 +35,30 @@ def test_dense_layers_are_twelve_hidden_squared_parameters():
 
 
 def test_parallel_ranks_share_the_work():
-    one, four = coefficients(), coefficients(Layout(pp=2, vpp=2, tp=2, cp=2))
-    assert np.allclose(one.forward[:, 1:], 4 * four.forward[:, 1:])
-    assert np.allclose(one.forward[:, 0], 2 * four.forward[:, 0])
+    one, two = coefficients(), coefficients(Layout(pp=2, vpp=2, tp=2))
+    assert np.allclose(one.forward, 2 * two.forward)
+
+
+def test_context_parallel_ranks_share_tokens_and_exchange_keys_and_values():
+    one, four = coefficients(), coefficients(Layout(pp=2, vpp=2, cp=4))
+    exchanged = 2 * 2 * 2 * 64 * LINK_FLOP_PER_BYTE  # 2 layers, key and value of 64 in bf16
+    assert np.allclose(four.forward[:, 0], one.forward[:, 0] + 2 * EXCHANGE_FLOP)
+    assert np.allclose(four.forward[:, 1], one.forward[:, 1] / 4 + 3 / 4 * exchanged)
+    assert np.allclose(four.forward[:, 2], one.forward[:, 2] / 4)
+    assert np.allclose(
+        four.backward[1],
+        one.backward[1] / [1, 4, 4] + [4 * EXCHANGE_FLOP, 2 * 3 / 4 * exchanged, 0],
+    )
+    assert np.allclose(four.weight_gradient, one.weight_gradient / [1, 4, 4])
+
+
+@pytest.mark.parametrize("more", [{}, {"recompute_granularity": "full"}, {"num_query_groups": 2}])
+def test_a_model_of_one_cp_tells_of_the_others(more):
+    by_cp = {cp: coefficients(Layout(pp=2, vpp=2, cp=cp), **more) for cp in (1, 2, 8)}
+    for known in by_cp.values():
+        for cp, expected in by_cp.items():
+            for name in ("forward", "backward", "weight_gradient"):
+                assert np.allclose(getattr(known.over(cp), name), getattr(expected, name))
 
 
 @pytest.mark.parametrize(
