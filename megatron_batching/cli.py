@@ -26,6 +26,7 @@ from megatron_batching.cli_options import (
     SampleGroups,
     Source,
     Trace,
+    context_sizes,
     naming,
     number,
     spelled_out,
@@ -231,17 +232,29 @@ def calibrate(
         list[str] | None,
         typer.Option(help="Fit this recording instead of measuring; may be repeated."),
     ] = None,
+    join: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Make one file of those calibrated at several cp, which then tells of any; repeat."
+        ),
+    ] = None,
     held_out: Annotated[
         int, whole_number(help="Planned mini-batches to predict and measure after the fit.")
     ] = 4,
 ) -> None:
-    """Measure what a model's stages cost here; run under torchrun, unless --recording is given.
+    """Measure what a model's stages cost here; run under torchrun, but for --recording and --join.
 
     Of the config the model, the first layout and the first trace are used.
     """
     from megatron_batching.bench.calibrate import fit_recordings, run_calibration
+    from megatron_batching.bench.fit import join_cost_files
     from megatron_batching.bench.settings import load_bench_config
 
+    if recording and join:
+        raise ValueError("--recording fits anew and --join takes what was fitted: give one of them")
+    if join:
+        print(f"wrote {join_cost_files(join, output)}: pass it as --cost, with --cp auto too")
+        return
     if recording:
         fit_recordings(recording, output)
         return
@@ -279,15 +292,17 @@ def _plan(lengths: str, options: PlanOptions, **more: Any) -> MicroBatchPlan:
         read_lengths,
     )
 
-    limits = (options.max_tokens, options.micro_batch_size)
-    if limits.count(None) == 0 or (limits.count(None) == 2 and options.memory_limit is None):
+    limits = (options.max_tokens, options.max_tokens_per_gpu, options.micro_batch_size)
+    if limits.count(None) < 2 or (limits.count(None) == 3 and options.memory_limit is None):
         raise ValueError(
-            "pass exactly one of --max-tokens and --micro-batch-size, or --memory-limit beside one "
-            "or instead"
+            "pass exactly one of --max-tokens, --max-tokens-per-gpu and --micro-batch-size, or "
+            "--memory-limit beside one or instead"
         )
-    sizes = {field.name: getattr(options, field.name) for field in fields(Layout)}
+    cp, cp_sizes = context_sizes(options.cp)
+    sizes = {field.name: getattr(options, field.name) for field in fields(Layout)} | {"cp": cp}
     batching = {
         "max_tokens_per_micro_batch": options.max_tokens,
+        "max_tokens_per_gpu": options.max_tokens_per_gpu,
         "micro_batch_size": options.micro_batch_size,
         "memory_limit": _limit_of(options),
         "align": options.align,
@@ -295,6 +310,7 @@ def _plan(lengths: str, options: PlanOptions, **more: Any) -> MicroBatchPlan:
         "balance": options.balance,
         "defer_weight_gradients": options.defer_weight_gradients,
         "max_tokens_in_flight": options.max_tokens_in_flight,
+        "cp": cp_sizes,
         **more,
     }
     named = {name: f"--{name.replace('_', '-')}" for name in (*sizes, *batching)}

@@ -25,6 +25,7 @@ from megatron_batching.schedules.files import shortened
 
 if TYPE_CHECKING:
     from megatron_batching.plan import Layout
+    from megatron_batching.plan.options import ContextSizes
 
 
 def whole_number(*names: str, help: str) -> Any:
@@ -55,15 +56,27 @@ def _read_number(value: Any) -> float:
         ) from None
 
 
-def whole_numbers(option: str, text: str) -> list[int]:
-    """Numbers above 0, separated by commas; `option` is what errors call them."""
+def whole_numbers(option: str, text: str, or_else: str = "") -> list[int]:
+    """Numbers above 0, separated by commas; errors name `option`, and what it takes `or_else`."""
     parts = text.split(",")
     if not all(part.isascii() and part.strip().isdigit() and part.strip("0 ") for part in parts):
         raise ValueError(
-            f"{option} is {shortened(text)}: give whole numbers above 0 separated by commas, such "
-            "as 1,2,4"
+            f"{option} is {shortened(text)}: give {or_else}whole numbers above 0 separated by "
+            "commas, such as 1,2,4"
         )
     return [int(part) for part in parts]
+
+
+def context_sizes(text: str) -> tuple[int, ContextSizes]:
+    """What `--cp` says: the layout's cp, and those to choose from, if any.
+
+    >>> context_sizes("2"), context_sizes("1,2"), context_sizes("auto")
+    ((2, None), (1, (1, 2)), (1, 'auto'))
+    """
+    if text == "auto":
+        return 1, "auto"
+    sizes = whole_numbers("--cp", text, or_else="auto, or ")
+    return (sizes[0], None) if len(sizes) == 1 else (1, tuple(sorted(set(sizes))))
 
 
 @contextlib.contextmanager
@@ -123,7 +136,14 @@ PP = Annotated[int, whole_number("--pp", help="Pipeline ranks.")]
 VPP = Annotated[int, whole_number("--vpp", help="Model chunks per pipeline rank.")]
 DP = Annotated[int, whole_number("--dp", help="Data-parallel replicas.")]
 TP = Annotated[int, whole_number("--tp", help="Tensor-parallel ranks.")]
-CP = Annotated[int, whole_number("--cp", help="Context-parallel ranks.")]
+CP = Annotated[
+    str,
+    typer.Option(
+        "--cp",
+        help="Context-parallel ranks; or auto, or several such as 1,2,4, for the plan to choose: "
+        "--dp then counts all ranks that it deals.",
+    ),
+]
 EP = Annotated[int, whole_number("--ep", help="Expert-parallel ranks.")]
 ETP = Annotated[
     int | None,
@@ -136,6 +156,10 @@ Group = Annotated[
 MaxTokens = Annotated[
     int | None,
     whole_number("--max-tokens", help="Token cap of a micro-batch, padding included."),
+]
+MaxTokensPerGpu = Annotated[
+    int | None,
+    whole_number("--max-tokens-per-gpu", help="The same cap for one GPU: cp times it is allowed."),
 ]
 MicroBatchSize = Annotated[
     int | None,
@@ -202,11 +226,12 @@ class PlanOptions:
     vpp: VPP = 1
     dp: DP = 1
     tp: TP = 1
-    cp: CP = 1
+    cp: CP = "1"
     ep: EP = 1
     etp: ETP = None
     group: Group = None
     max_tokens: MaxTokens = None
+    max_tokens_per_gpu: MaxTokensPerGpu = None
     micro_batch_size: MicroBatchSize = None
     memory_limit: MemoryLimit = None
     model: Model = None

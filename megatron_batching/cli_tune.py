@@ -22,6 +22,7 @@ from megatron_batching.cli_options import (
     Png,
     as_options,
     assignments,
+    context_sizes,
     naming,
     number,
     warn_of_costs,
@@ -78,6 +79,13 @@ Split = Annotated[
         help=f"{_NO_MODEL}NAME=VALUE of Megatron's, how layers are split; may be repeated.",
     ),
 ]
+ContextSizes = Annotated[
+    str | None,
+    typer.Option(
+        "--cp",
+        help="Context-parallel sizes to try, with commas, or auto: each mini-batch has the best.",
+    ),
+]
 Oversize = Annotated[
     str | None,
     typer.Option("--oversize", help=f"{_NO_MODEL}a sample over the cap: error, or alone."),
@@ -102,7 +110,7 @@ def tune(
     tp: Annotated[str | None, _sizes("tp", "Tensor-parallel sizes")] = None,
     pp: Annotated[str | None, _sizes("pp", "Pipeline sizes")] = None,
     vpp: Annotated[str | None, _sizes("vpp", "Chunk counts")] = None,
-    cp: Annotated[str | None, _sizes("cp", "Context-parallel sizes")] = None,
+    cp: ContextSizes = None,
     ep: Annotated[str | None, _sizes("ep", "Expert-parallel sizes")] = None,
     defer_weight_gradients: DeferWeightGradients = False,
     max_tokens: MaxTokens = None,
@@ -115,11 +123,14 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Choose a layout: rank those that fit into memory by their predicted step."""
-    sizes = {
+    sizes: dict[str, Any] = {
         name: whole_numbers(f"--{name}", text)
-        for name, text in {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep}.items()
+        for name, text in {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep}.items()
         if text is not None
     }
+    if cp is not None:
+        one, several = context_sizes(cp)
+        sizes["cp"] = several or [one]
     bare = {"max_tokens": max_tokens, "num_layers": num_layers, "split": split or None}
     bare |= {"etp": etp, "group": group, "oversize": oversize}
     defers = defer_weight_gradients or None
@@ -189,13 +200,16 @@ def _tune_without_model(
     *,
     as_json: bool,
 ) -> None:
-    """By the lengths alone: the caps are given, and tp, cp and ep are fixed."""
+    """By the lengths alone: the caps are given, tp and ep are fixed, and plans may choose cp."""
     from megatron_batching.bench import tune_without_model as table
     from megatron_batching.plan import read_lengths
 
     if gpus is None:
         raise ValueError("--gpus is missing: say how many there are in all")
-    for name in ("tp", "cp", "ep"):
+    several = sizes.pop("cp", [1])
+    if len(several) == 1:
+        [sizes["cp"]], several = several, None
+    for name in ("tp", "ep"):
         if len(sizes.get(name, [1])) > 1:
             raise ValueError(
                 f"--{name} {','.join(map(str, sizes[name]))}: without --model nothing is known of "
@@ -203,7 +217,7 @@ def _tune_without_model(
             )
         sizes[name] = sizes.get(name, [1])[0]
     caps = whole_numbers("--max-tokens", bare.pop("max_tokens"))
-    limit: dict[str, Any] = {"oversize": bare.pop("oversize") or "error"}  # checked when replaced
+    limit: dict[str, Any] = {"oversize": bare.pop("oversize") or "error", "cp": several}
     names = ("gpus", "tp", "cp", "ep", "etp", "num_layers", "oversize")
     named = {name: f"--{name.replace('_', '-')}" for name in names}
     with naming(named):

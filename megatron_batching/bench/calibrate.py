@@ -129,6 +129,7 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
     engine = build_engine(config, placement)
     found, after_s = _record_ladder(engine, config)
     model, fits = fit_cost_model(found)
+    model = replace(model, cp=layout.cp)
     link = measure_link(engine, after_s)
     console.print(_describe_link(link))
     errors = _hold_out(engine, config, held_out, model, link, console)

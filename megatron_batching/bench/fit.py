@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 
 from megatron_batching.bench.recording import Recording
 from megatron_batching.plan import CostModel
-from megatron_batching.plan.cost import read_yaml
-from megatron_batching.plan.fit import OpTimes, StageFit, fit_times, op_seconds
+from megatron_batching.plan.cost import read_cost_model, read_yaml
+from megatron_batching.plan.fit import OpTimes, StageFit, fit_times, join_cp, op_seconds
 from megatron_batching.schedules import Op
 from megatron_batching.schedules.files import one_line, write_text
 
@@ -141,6 +141,25 @@ def write_cost_file(path: Path, found: Calibration) -> Path:
         "calibration": {"fit": quality, **found.about},
     }
     return write_text(path, OmegaConf.to_yaml(OmegaConf.create(values)))
+
+
+def join_cost_files(sources: Sequence[str], output: Path) -> Path:
+    """One cost file of several that were calibrated at different cp, else alike.
+
+    Messages and the end of the step are those of the file at cp 1, by which all others are judged.
+
+    Raises:
+        ValueError: a file cannot be read, or they do not go together.
+    """
+    models = [read_cost_model(source) for source in sources]
+    joined = join_cp(models)
+    alone = sources[[model.cp for model in models].index(1)]
+    values = {
+        **joined.to_json(),
+        "communication": asdict(read_link(alone)),
+        "calibration": {"joined": list(sources)},
+    }
+    return write_text(output, OmegaConf.to_yaml(OmegaConf.create(values)))
 
 
 def read_link(path: str | None) -> Link:

@@ -1,9 +1,9 @@
 """`tune` without a model: the predicted step of every layout that so many GPUs allow.
 
 It tells what depends on the lengths alone: which pp, vpp, dp and cap leave the fewest bubbles. Of a
-model that nobody describes neither memory nor communication is known, so caps are given, tp, cp and
-ep are fixed, and how much a rank holds is told in tokens. `megatron_batching.fit.choose` is for
-models that are described.
+model that nobody describes neither memory nor communication is known, so caps are given, tp and ep
+are fixed, plans choose among several cp by what sharing samples is taken to cost, and how much a
+rank holds is told in tokens. `megatron_batching.fit.choose` is for models that are described.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PlannedLayout:
 
     def to_json(self) -> dict[str, Any]:
         """The row as plain values."""
-        where = {"layout": layout_sizes(self.layout), "max_tokens": self.cap}
+        where = {"layout": layout_sizes(self.planned_layout), "max_tokens": self.cap}
         if self.plan is None:
             return where | {"reason": self.problem}
         return where | {
@@ -66,9 +66,15 @@ class PlannedLayout:
             "peak_model_tokens": self._peak_model_tokens(self.plan),
         }
 
+    @property
+    def planned_layout(self) -> Layout:
+        """With the dp and cp that the plan chose."""
+        return self.layout if self.plan is None else self.plan.layout
+
     def line(self, best: float) -> str:
         """The row as a line of the table; `best` is the step time of the fastest row."""
-        sizes = f"{self.layout.pp:>4}{self.layout.vpp:>4}{self.layout.dp:>4}"
+        layout = self.planned_layout
+        sizes = f"{layout.pp:>4}{layout.vpp:>4}{layout.dp:>4}{layout.cp:>4}"
         if self.plan is None:
             return f"{sizes}{'':6}{self.cap:>8}  cannot be planned"
         predicted = self.plan.predicted
@@ -101,7 +107,7 @@ class LayoutChoices:
         pp: pipeline sizes to try; every divisor of gpus / (tp cp) up to 16 when left out.
         vpp: chunk counts to try; 1, 2 and 4 when left out, or what a cost file leaves open.
         tp: tensor-parallel ranks.
-        cp: context-parallel ranks.
+        cp: context-parallel ranks; where the options let plans choose, they deal all dp x cp.
         ep: expert-parallel ranks; layouts whose stages they do not fill are left out.
         etp: tensor-parallel ranks of an expert; None means tp.
         group: sets the group instead of leaving it to the planner.
@@ -316,8 +322,8 @@ def run_tune_without_model(
         print(json.dumps(result))
         return result
     lines = [
-        f"{'pp':>4}{'vpp':>4}{'dp':>4}{'group':>6}{'cap':>8}{'M':>5}{f'step ({unit})':>16}"
-        f"{'vs best':>9}{'bubble':>8}{'peak tokens':>13}{'of model':>10}"
+        f"{'pp':>4}{'vpp':>4}{'dp':>4}{'cp':>4}{'group':>6}{'cap':>8}{'M':>5}"
+        f"{f'step ({unit})':>16}{'vs best':>9}{'bubble':>8}{'peak tokens':>13}{'of model':>10}"
     ]
     lines += [row.line(best.step_time) + ("  <- best" if row is best else "") for row in rows]
     lines.append(

@@ -36,6 +36,11 @@ def require_types(**arguments: object) -> None:
         if not isinstance(value, _TYPES[name]):
             wanted = " or ".join(kind.__name__ for kind in _TYPES[name])
             raise ValueError(f"{name}={shortened(value)} must be a {wanted}")
+        if isinstance(value, BatchingOptions) and value.cp is not None:
+            raise ValueError(
+                f"{name}.cp={value.cp}: engines run all steps at the layout's cp; leave it out, or "
+                "plan with it and run each plan on an engine of its layout"
+            )
 
 
 def choose_objective(model_type: ModelType, objective: Objective | None) -> Objective:

@@ -60,7 +60,7 @@ class TuneRequest:
         tp: tensor-parallel sizes to try; powers of 2 within a node if not given.
         pp: pipeline sizes.
         vpp: chunk counts.
-        cp: context-parallel sizes.
+        cp: context-parallel sizes; auto: all powers of 2, for a run whose plans choose.
         ep: expert-parallel sizes.
         recompute: ways to recompute.
         defer_weight_gradients: try plans with weight gradients in the gaps of the schedule, too.
@@ -75,7 +75,7 @@ class TuneRequest:
     tp: Sequence[int] | None = None
     pp: Sequence[int] | None = None
     vpp: Sequence[int] | None = None
-    cp: Sequence[int] | None = None
+    cp: Sequence[int] | Literal["auto"] | None = None
     ep: Sequence[int] | None = None
     recompute: Sequence[Recompute] = get_args(Recompute)
     defer_weight_gradients: bool = False
@@ -183,7 +183,10 @@ def layouts_of(sizes: ModelSizes, request: TuneRequest) -> Iterator[Layout]:
     for tp in _tried(request.tp, min(LARGEST["tp"], request.gpu.gpus_per_node)):
         if sizes.num_attention_heads % tp or sizes.groups % tp or sizes.vocab_size % tp:
             continue
-        for cp in _tried(request.cp, LARGEST["cp"]):
+        sizes_of_cp, most_cp = request.cp, LARGEST["cp"]
+        if sizes_of_cp == "auto":
+            sizes_of_cp, most_cp = None, request.gpus
+        for cp in _tried(sizes_of_cp, most_cp):
             for pp in _tried(request.pp, LARGEST["pp"]):
                 if request.gpus % (tp * cp * pp) or pp > sizes.num_layers:
                     continue

@@ -196,7 +196,7 @@ class CostModel:
         if cp == self.cp:
             return self
         if self.cp is None or not self.sharing:
-            known = "" if self.cp is None else f", only for cp={self.cp}"
+            known = "" if self.cp is None else f", only at cp {self.cp}"
             raise ValueError(
                 f"the cost model does not tell what a step takes at cp={cp}{known}: give tokens, "
                 "verl, or a file that `calibrate --join` made of several cp"

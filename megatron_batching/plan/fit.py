@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -160,6 +160,46 @@ def fit_times(times: OpTimes) -> tuple[CostModel, dict[str, list[StageFit]]]:
         forward=found["forward"], backward=found["backward"], weight_gradient=weight, unit="s"
     )
     return model, fits
+
+
+def join_cp(models: Sequence[CostModel]) -> CostModel:
+    """The model at cp 1, with what sharing adds at the cp of the others; exact at each of them.
+
+    What was measured to be less than a fair share of the work counts as nothing added.
+
+    Args:
+        models: of the same stages in the same unit, at different cp, one of them 1.
+
+    Raises:
+        ValueError: they are not.
+
+    >>> def at(cp: int, times: list[float]) -> CostModel:
+    ...     return CostModel(forward=[times], backward=[times], unit="s", cp=cp)
+    >>> joined = join_cp([at(1, [1.0, 4.0, 8.0]), at(2, [1.5, 2.25, 4.0])])
+    >>> joined.sharing[2][0].tolist()
+    [[0.5, 0.5, 0.0]]
+    """
+    by_cp = {model.cp: model for model in models}
+    known = [str(model.cp) for model in models]
+    if None in by_cp or len(by_cp) < max(2, len(models)) or 1 not in by_cp:
+        raise ValueError(
+            f"cost models at cp {', '.join(known)}: give one at cp 1 and others at different cp, "
+            "each of which says its own, as those of `calibrate` do"
+        )
+    alone = by_cp.pop(1)
+    kinds = {(model.unit, model.num_virtual_stages) for model in models}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"cost models of {sorted(kinds)}, unit and virtual stages: join those of one pipeline"
+        )
+    whole = np.stack([alone.forward, alone.backward])
+    sharing: dict[int, np.ndarray] = {}
+    for cp, model in sorted((cp, model) for cp, model in by_cp.items() if cp is not None):
+        added = np.stack([model.forward, model.backward]) - whole * [1.0, 1 / cp, 1 / cp]
+        part = (cp - 1) / cp
+        # The fewest ranks that were measured stand for fewer, down to two.
+        sharing[cp if sharing else 2] = np.maximum(added, 0.0) / [1.0, part, part]
+    return replace(alone, sharing=sharing)
 
 
 def _fit_stages(

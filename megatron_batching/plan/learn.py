@@ -9,6 +9,9 @@ that makes the steps as long as they were on average.
 A fit replaces the costs in use only if it foretells these steps at least as well and not badly;
 costs that were learned before move half of the way to it, so that one disturbed stretch cannot
 throw them. Nothing here talks to other ranks.
+
+Steps may differ in cp. Ops are then fitted as if all had run at the cp of the costs in use, less
+what those say of sharing samples; that is scaled as a whole, and not learned by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_batching.plan.cost import CostModel
+from megatron_batching.plan.cost import CostModel, added_by_sharing
 from megatron_batching.plan.fit import OpTimes, fit_times, op_seconds
 from megatron_batching.plan.micro_batch_plan import MicroBatchPlan
 from megatron_batching.schedules import Op
@@ -28,6 +31,7 @@ from megatron_batching.schedules import Op
 SECONDS = "s"
 _DAMPING = 0.5  # of the way from learned costs to those of a new fit
 MOST_ERROR = 0.25  # mean relative error of foretold steps; above it a fit is refused
+_SHARING_ROUNDS = 3  # of what follows from each other; the error falls in each
 _HOST_ROUNDS = 6  # of the secant method
 _HOST_TOLERANCE = 1e-3  # relative, of the steps' time
 
@@ -77,10 +81,10 @@ def refit(current: CostModel, steps: Sequence[MeasuredStep]) -> Refit:
 
     Args:
         current: the costs in use, learned (in seconds) or not.
-        steps: the last ones, of one layout.
+        steps: the last ones, of one layout, but that each may have a cp of its own.
     """
     try:
-        fitted, _ = fit_times(measured_op_times(steps))
+        fitted = _fitted(current, steps)
     except (ValueError, np.linalg.LinAlgError) as problem:
         return Refit(model=None, error=None, reason=str(problem))
     fitted = _with_host_time(_with_weight_gradients(fitted, current, steps), steps)
@@ -97,25 +101,77 @@ def refit(current: CostModel, steps: Sequence[MeasuredStep]) -> Refit:
     return Refit(model=fitted, error=error)
 
 
+def _fitted(current: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:
+    """A fit for the cp of the costs in use, with what those say of sharing."""
+    fitted = _with_sharing(fit_times(measured_op_times(steps, current.cp))[0], current, steps)
+    if any(step.plan.layout.cp != current.cp for step in steps):
+        # How long sharing takes follows from the fit, and the fit from how long sharing takes.
+        for _ in range(_SHARING_ROUNDS if fitted.sharing else 0):
+            times = measured_op_times(steps, fitted.cp, fitted.sharing)
+            fitted = _with_sharing(fit_times(times)[0], current, steps)
+    return fitted
+
+
 def foretold_error(model: CostModel, steps: Sequence[MeasuredStep]) -> float:
     """Mean relative error of the steps' times as `model`, in seconds, foretells them."""
     return float(np.mean([abs(s.foretold_s(model) / s.span_s - 1.0) for s in steps]))
 
 
-def measured_op_times(steps: Sequence[MeasuredStep]) -> OpTimes:
+def measured_op_times(
+    steps: Sequence[MeasuredStep],
+    cp: int | None = None,
+    sharing: Mapping[int, np.ndarray] | None = None,
+) -> OpTimes:
     """What a fit takes: B is the whole backward, W the part of it that was put off.
 
     W is left out where one stage ran none in a step, or where none had a time of its own.
+
+    Args:
+        steps: as they ran.
+        cp: whose features the fit takes; None where all steps have the same.
+        sharing: of a model in seconds: what it adds at a step's cp, beyond `cp`, is taken off.
     """
     found: OpTimes = defaultdict(list)
     for step in steps:
         layout = step.plan.layout
+        part = (cp or layout.cp) / layout.cp
         features = [rows.tolist() for rows in step.features]
+        alike = [(rows * [1.0, part, part]).tolist() for rows in step.features]
+        added = None
+        if sharing:
+            added = added_by_sharing(sharing, layout.cp)
+            added = added - added_by_sharing(sharing, cp or layout.cp) * [1.0, part, part]
         for (dp_rank, pp_rank), ops in step.op_seconds.items():
             for op, seconds in op_seconds(ops).items():
-                key = op.kind, op.chunk * layout.pp + pp_rank
-                found[key].append((tuple(features[dp_rank][op.micro_batch]), seconds))
+                stage = op.chunk * layout.pp + pp_rank
+                if added is not None and op.kind != "W":
+                    row = added[int(op.kind == "B"), stage]
+                    seconds -= float(row @ features[dp_rank][op.micro_batch])
+                found[op.kind, stage].append((tuple(alike[dp_rank][op.micro_batch]), seconds))
     return dict(found)
+
+
+def _with_sharing(
+    fitted: CostModel, current: CostModel, steps: Sequence[MeasuredStep]
+) -> CostModel:
+    """The fit, for the cp of the costs in use, with what they say of sharing in proportion."""
+    if not current.sharing:
+        return replace(fitted, cp=current.cp)
+    ratio = _load_ratio(fitted, current, steps)
+    sharing = {ranks: ratio * added for ranks, added in current.sharing.items()}
+    cp = current.cp or 1
+    if cp > 1:
+        # It cannot take more than the whole of what was measured.
+        part = (cp - 1) / cp
+        whole = np.stack([fitted.forward, fitted.backward]) / [1.0, part, part]
+        sharing = {ranks: np.minimum(added, whole) for ranks, added in sharing.items()}
+    return replace(fitted, cp=cp, sharing=sharing)
+
+
+def _load_ratio(fitted: CostModel, current: CostModel, steps: Sequence[MeasuredStep]) -> float:
+    """How much longer the fit says that all ops of the steps take."""
+    features = np.concatenate([rows for step in steps for rows in step.features])
+    return float(fitted.load(features).sum() / current.load(features).sum())
 
 
 def _with_weight_gradients(
@@ -129,8 +185,7 @@ def _with_weight_gradients(
     if weight is None and current.weight_gradient is not None:
         whole = np.where(current.backward > 0, current.backward, 1.0)
         weight = fitted.backward * (current.weight_gradient / whole)
-    features = np.concatenate([rows for step in steps for rows in step.features])
-    ratio = float(fitted.load(features).sum() / current.load(features).sum())
+    ratio = _load_ratio(fitted, current, steps)
     return replace(fitted, weight_gradient=weight, piece_time=current.piece_time * ratio)
 
 

@@ -166,6 +166,62 @@ def test_tune_without_a_model_says_what_it_leaves_out(run: Any, lengths_file: st
     ]
 
 
+def test_plans_choose_how_many_ranks_share_a_sample(
+    run: Any, lengths_file: str, tmp_path: Path
+) -> None:
+    common = [lengths_file, "--pp=4", "--dp=4", "--max-tokens-per-gpu=400"]
+    steps = {}
+    for cp in ("1", "2,4", "auto"):
+        code, out, _ = run("plan", *common, f"--cp={cp}", "--json")
+        assert code == 0
+        plan = json.loads(out)
+        assert plan["layout"]["dp"] * plan["layout"]["cp"] == 4
+        steps[cp] = plan["predicted"]["step_time"]
+    assert steps["auto"] == min(steps.values()) < steps["1"]
+    (tmp_path / "plan.json").write_text(out)
+    assert run("simulate", str(tmp_path / "plan.json"), "--json")[0] == 0
+    check_error(run("plan", *common, "--cp=3,1"), ["--cp 3", "dp x cp = 4", "change dp"])
+    check_error(run("plan", *common, "--cp=all"), ["--cp is 'all'", "give auto, or"])
+    check_error(run("plan", *common, "--max-tokens=9"), ["exactly one of", "--max-tokens-per-gpu"])
+    code, out, _ = run(
+        "tune",
+        lengths_file,
+        "--gpus=16",
+        "--pp=4",
+        "--vpp=1",
+        "--max-tokens=400",
+        "--cp=auto",
+        "--json",
+    )
+    [row] = json.loads(out)["ranked"]
+    layout = row["layout"]
+    assert layout["cp"] > 1 and layout["dp"] * layout["cp"] == 4
+
+
+def test_cost_files_of_several_cp_are_joined(run: Any, lengths_file: str, tmp_path: Path) -> None:
+    names = []
+    for cp, times in ((1, [8.0, 2.0, 0.0]), (2, [9.0, 1.25, 0.0])):
+        names.append(str(tmp_path / f"cp{cp}.json"))
+        rows = [times] * 2
+        value = {"forward": rows, "backward": rows, "cp": cp, "unit": "s"}
+        Path(names[-1]).write_text(json.dumps(value))
+    joined = str(tmp_path / "joined.yaml")
+    options = [lengths_file, "--pp=2", "--dp=2", "--max-tokens=400", "--json"]
+    check_error(
+        run("plan", *options, "--cp=2", f"--cost={names[0]}"), ["--cp 2", "calibrate --join"]
+    )
+    code, out, _ = run("calibrate", *(f"--join={name}" for name in names), f"--output={joined}")
+    assert code == 0 and "joined.yaml" in out
+    assert run("plan", *options, "--cp=auto", f"--cost={joined}")[0] == 0
+    steps = [
+        json.loads(run("plan", *options, "--cp=2", f"--cost={cost}")[1])["predicted"]["step_time"]
+        for cost in (joined, names[1])
+    ]
+    assert steps[0] == pytest.approx(steps[1])
+    both = [f"--join={joined}", "--recording=x.json"]
+    check_error(run("calibrate", *both), ["--recording", "--join", "one of them"])
+
+
 def test_tune_without_a_model_lets_a_long_sample_run_alone(run: Any, lengths_file: str) -> None:
     common = ["tune", lengths_file, "--gpus=2", "--max-tokens=300,500"]
     _, out, _ = run(*common)

@@ -129,6 +129,28 @@ def test_the_host_between_ops_is_charged_to_them() -> None:
     np.testing.assert_allclose(learned.forward[:, 1:], truth.forward[:, 1:], rtol=1e-6)
 
 
+@pytest.mark.parametrize("known", [1, 2])
+def test_steps_of_several_cp_teach_one_model(known: int) -> None:
+    layout = Layout(pp=4, dp=2)
+    alone = true_costs(4)
+    added = np.stack([alone.forward, alone.backward]) * [0.2, 0.1, 0.0]
+    truth = replace(alone, cp=1, sharing={2: added})
+    start = truth.over(known).scaled(3.0, unit="FLOP")
+    steps = []
+    for number, lengths in enumerate(mini_batches(layout, 4, seed=3)):
+        options = replace(PLAIN, cp=(1 + number % 2,))
+        steps.append(measured(plan_mini_batch(lengths, layout, options, start), truth))
+    found = refit(start, steps).model
+    assert found is not None and found.unit == "s"
+    for cp in (1, 2):
+        np.testing.assert_allclose(
+            found.over(cp).forward[:, 1:], truth.over(cp).forward[:, 1:], rtol=2e-3
+        )
+        np.testing.assert_allclose(
+            found.over(cp).backward[:, 0] - truth.over(cp).backward[:, 0], HOST_S, rtol=0.3
+        )
+
+
 def test_weight_gradients_that_were_not_put_off_keep_their_share() -> None:
     layout = Layout(pp=4)
     start = wrong_costs(4)
