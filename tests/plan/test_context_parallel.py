@@ -141,7 +141,7 @@ def test_models_that_know_one_cp_are_refused() -> None:
         plan_mini_batch(TAILED, LAYOUT, options(cp="auto"), alone)
     with pytest.raises(ValueError, match="at cp=1, only at cp 2"):
         plan_mini_batch(TAILED, LAYOUT, options(), replace(alone, cp=2))
-    rows = [[[0]], [[]], [[]], [[]]]
+    rows: list[list[list[int]]] = [[[0]], [[]], [[]], [[]]]
     with pytest.raises(ValueError, match="rows for cp=1, which is none of"):
         plan_from_rows([5], LAYOUT, options(cp=(2, 4)), rows)
 
@@ -225,7 +225,7 @@ def test_sharing_is_told_of_any_cp() -> None:
 )
 def test_sharing_that_cannot_be_is_refused(more: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        CostModel(forward=[[1.0, 1.0, 1.0]], backward=[[2.0, 2.0, 2.0]], **more)
+        CostModel(forward=np.ones((1, 3)), backward=2 * np.ones((1, 3)), **more)
 
 
 def test_models_of_several_cp_are_joined() -> None:
