@@ -189,8 +189,7 @@ def memory_model(
         passes = 1 + sum(of.mtp_layers for of in stages)
         found.append(_stage(sizes, numerics, training, stage, layers, passes))
         first += stage.decoder_layers
-    # cp ranks share the tokens of a micro-batch.
-    share = (1 + training.margin) * np.array([1.0, *[1 / layout.cp] * 3])
+    share = (1 + training.margin) * np.array([1.0, *[1 / layout.cp] * 3])  # cp ranks share tokens
     state = form(tokens=hidden_bytes(sizes, numerics)) * share
     # The interleaved schedule receives one op ahead, in both directions.
     buffers = state * (2 if layout.vpp > 1 else 0) + share * scores_buffer(sizes, numerics)

@@ -158,16 +158,12 @@ class Search:
 
     @cached_property
     def swept(self) -> list[Finalist]:
-        """Plans as the sweeps leave them, the fastest first; ValueError when none keeps the limits.
-
-        That is the cheap part: it tells what polishing may begin from, and about where it ends.
-        """
+        """Plans before polishing, the best first, for little; ValueError when none is possible."""
         owned = owner_shares(self.problem, self.layout.dp)
         if self.options.method == "baseline":
-            baseline = self._baseline(owned)
-            if not baseline:
-                raise self._infeasible(owned)
-            return baseline
+            if baseline := self._baseline(owned):
+                return baseline
+            raise self._infeasible(owned)
         shares = owned
         finalists: list[Finalist] = []
         homes, dp = self.homes, self.layout.dp
@@ -239,14 +235,10 @@ class Search:
         replica = settled(self.problem, self.homes, packings)
         order = np.argsort(replica)
         packings = among_equals(self.problem, self.homes, [packings[i] for i in order])
-        times = [finalist.candidates[i].time for i in order]
-        return Finalist(
-            group=finalist.group,
-            candidates=[
-                Candidate(time=time, packing=packing)
-                for time, packing in zip(times, packings, strict=True)
-            ],
-        )
+        times = (finalist.candidates[i].time for i in order)
+        pairs = zip(times, packings, strict=True)
+        candidates = [Candidate(time=time, packing=packing) for time, packing in pairs]
+        return Finalist(group=finalist.group, candidates=candidates)
 
     def _baseline(self, shares: Shares) -> list[Finalist]:
         plan = plan_baseline(self.problem, shares, self.layout, self.options)
