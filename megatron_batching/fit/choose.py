@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 
