@@ -31,7 +31,10 @@ _TYPES = {
 
 
 def require_types(**arguments: object) -> None:
-    """Raise ValueError unless each of an engine's arguments is of a type that it takes."""
+    """Raise ValueError unless each of an engine's arguments is of a type that it takes.
+
+    Batching must also be for rows that are cut as the engines here cut them.
+    """
     for name, value in arguments.items():
         if not isinstance(value, _TYPES[name]):
             wanted = " or ".join(kind.__name__ for kind in _TYPES[name])
@@ -40,6 +43,11 @@ def require_types(**arguments: object) -> None:
             raise ValueError(
                 f"{name}.cp={value.cp}: engines run all steps at the layout's cp; leave it out, or "
                 "plan with it and run each plan on an engine of its layout"
+            )
+        if isinstance(value, BatchingOptions) and value.context_layout != "zigzag":
+            raise ValueError(
+                f"context_layout={value.context_layout!r} in {name}: this package's engines give "
+                "each cp rank two pieces of a sample; leave it out"
             )
 
 

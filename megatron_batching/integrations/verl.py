@@ -9,9 +9,8 @@ A loss of verl's arrives multiplied by the number of replicas, as DDP will avera
 share of the mini-batch's loss is that value / dp. verl's step scales it by the count of
 micro-batches, which here is each replica's own.
 
-What needs more of a micro-batch than its forward pass keeps verl's own path, and one warning says
-so: dynamic context parallelism, router replay and router losses, multi-token prediction, top-k
-distillation, biases of experts, and batches that are not jagged.
+What records or normalizes micro-batches keeps verl's own path, and one warning says so
+(`verl_paths`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,7 +30,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
-from megatron_batching.data import Holdings, move_samples, restore_order, send_home
+from megatron_batching.data import move_samples, restore_order, send_home
 from megatron_batching.data.all_to_all import gather
 from megatron_batching.engine.costs import starting_costs
 from megatron_batching.engine.deferring import deferred_batching
@@ -40,47 +39,55 @@ from megatron_batching.engine.learning import CostLearner
 from megatron_batching.engine.memory import engine_memory_model
 from megatron_batching.engine.run import recorded_events, run_replica
 from megatron_batching.integrations.verl_batch import (
+    READ_WITHOUT_LOSS,
     RowFormat,
+    WholeMiniBatch,
+    announce,
     dummy_row,
     join_outputs,
-    loss_tokens,
-    row_bytes,
-    sequence_lengths,
     split_outputs,
 )
-from megatron_batching.integrations.verl_limits import batching_limits, check_overlap, fp8_limits
-from megatron_batching.integrations.verl_losses import cut_dependence, reduces_over_ranks
+from megatron_batching.integrations.verl_interfaces import check_interfaces
+from megatron_batching.integrations.verl_limits import (
+    batching_limits,
+    check_bandwidth,
+    check_overlap,
+    fp8_limits,
+    moving_cost,
+)
+from megatron_batching.integrations.verl_losses import cut_dependence
 from megatron_batching.integrations.verl_metrics import join_metrics
+from megatron_batching.integrations.verl_paths import (
+    DUMMIES,
+    Unplanned,
+    has_router_losses,
+    replaying,
+    takes_no_dummies,
+    why_verl,
+)
+from megatron_batching.integrations.verl_report import (
+    plan_metrics,
+    report_numbers,
+    seconds_of_replica,
+    unplanned_metrics,
+)
 from megatron_batching.integrations.verl_settings import VerlSettings, load_settings
 from megatron_batching.megatron.model import PipelineModel, has_transformer_engine
 from megatron_batching.megatron.parallel import Placement, replica_groups
-from megatron_batching.megatron.recorder import StepRecorder
+from megatron_batching.megatron.recorder import StepRecorder, clock_reading
 from megatron_batching.plan import (
     BatchingOptions,
     CostModel,
     MicroBatchPlan,
-    Moving,
     load_cost_model,
     plan_mini_batch,
 )
-from megatron_batching.plan.learn import SECONDS
 
 VENDOR = "megatron_batching"
-VERL_VERSION = "0.9.1"
 DEVICES = ["cuda", "cpu"]
 
 _LOG = logging.getLogger(__name__)
 _IS_DUMMY = "megatron_batching_dummy"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _WholeMiniBatch:
-    """What every rank knows of the mini-batch's samples, over all replicas."""
-
-    holdings: Holdings
-    lengths: list[int]
-    loss_tokens: list[float]
-    sample_bytes: list[int]
 
 
 class PlannedBatches:
@@ -110,6 +117,7 @@ class PlannedBatches:
         _LOG.info("micro-batches are planned: %s", self.settings)
         super().initialize()  # type: ignore[misc]
         check_overlap(self.tf_config)
+        report_numbers()
         if self._learner is None:
             _ = self._told_costs  # a wrong file fails here rather than in the first step
 
@@ -129,23 +137,32 @@ class PlannedBatches:
         Raises:
             ValueError: the mini-batch cannot be planned; on every rank alike.
         """
-        reason = self._why_verl(data, loss_function, forward_only=forward_only)
-        if reason is not None:
-            warnings.warn(f"this batch runs on verl's own path: {reason}", stacklevel=2)
-            return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
+        unplanned = why_verl(self, data, loss_function, forward_only=forward_only)
+        if unplanned is not None:
+            return self._on_verls_path(unplanned, data, loss_function, forward_only)
         if not forward_only:
             self._warn_of_cut(loss_function)
-        whole = self._announce(data)
+        self._distillation_use_topk_active = False  # verl 0.9.1's optimizer step asks for it
+        # verl 0.9.1: without a loss nothing else of a sample is read, or has to travel.
+        fields = READ_WITHOUT_LOSS if loss_function is None else None
+        whole = announce(data, fields, self._group, self._placement.dp_rank)
         plan = self._plan(data, whole, forward_only=forward_only)
+        if plan.num_dummies and takes_no_dummies(self, data, forward_only=forward_only):
+            return self._on_verls_path(DUMMIES, data, loss_function, forward_only)
         self.last_plan = plan
         if not forward_only:
             self._foretell(data, plan)
-        self._assign_counts(data, whole)
-        with self._learning(plan, forward_only=forward_only) as recorder:
+        self._assign_counts(data, whole, plan)
+        build = self._builder(data, whole, plan, fields)
+        start = clock_reading(on_gpu=self._is_on_gpu)
+        with (
+            replaying(self, data),
+            self._learning(plan, forward_only=forward_only) as recorder,
+        ):
             reported = run_replica(
                 self._pipeline_model,
                 plan,
-                build=self._builder(data, whole, plan),
+                build=build,
                 forward_step=partial(
                     self.forward_step,  # type: ignore[attr-defined]
                     logits_processor_func=loss_function,
@@ -160,7 +177,20 @@ class PlannedBatches:
                 check_shapes=self.settings.check_shapes,
                 recorder=recorder,
             )
-        return self._bring_home(reported, whole, plan) if self._placement.is_last_stage else {}
+        seconds = seconds_of_replica(start, self._placement)
+        if not self._placement.is_last_stage:
+            return {}
+        return self._bring_home(reported, whole, plan, seconds)
+
+    def _on_verls_path(
+        self, unplanned: Unplanned, data: TensorDict, loss_function: Any, forward_only: bool
+    ) -> dict[str, Any]:
+        """What verl's own engine does with the batch, and among its metrics that it did."""
+        warnings.warn(f"this batch runs on verl's own path: {unplanned.why}", stacklevel=3)
+        output = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
+        if "metrics" in output:
+            output["metrics"].update(unplanned_metrics(unplanned.name))
+        return output
 
     def postprocess_micro_batch_func(
         self, output: Any, data: TensorDict, *args: Any, **kwargs: Any
@@ -175,46 +205,33 @@ class PlannedBatches:
             return zero, torch.zeros((), dtype=torch.int, device=zero.device), report
         return zero, report
 
-    def _announce(self, data: TensorDict) -> _WholeMiniBatch:
-        """Tell all replicas how long the samples here are, and hear of theirs."""
-        told = (sequence_lengths(data), loss_tokens(data), row_bytes(data))
-        announced = gather(told, self._group)
-        lengths, tokens, sizes = (
-            [n for of in column for n in of] for column in zip(*announced, strict=True)
-        )
-        return _WholeMiniBatch(
-            holdings=Holdings(
-                counts=tuple(len(of[0]) for of in announced), rank=self._placement.dp_rank
-            ),
-            lengths=lengths,
-            loss_tokens=tokens,
-            sample_bytes=sizes,
-        )
-
-    def _assign_counts(self, data: TensorDict, whole: _WholeMiniBatch) -> None:
+    def _assign_counts(self, data: TensorDict, whole: WholeMiniBatch, plan: MicroBatchPlan) -> None:
         """Tell verl's losses the counts of the mini-batch, as verl's engine does."""
         common = {
             "sp_size": self.engine_config.context_parallel_size,
             "batch_num_tokens": _as_verl_counts(sum(whole.loss_tokens)),
             "dp_size": len(whole.holdings.counts),
             "routed_num_tokens": sum(whole.lengths),
+            "num_micro_batch": plan.replicas[whole.holdings.rank].num_micro_batches,
         }
-        if "global_batch_size" not in data:
-            common["global_batch_size"] = len(whole.lengths)
         tu.assign_non_tensor(data, **common)
 
     def _builder(
-        self, data: TensorDict, whole: _WholeMiniBatch, plan: MicroBatchPlan
+        self,
+        data: TensorDict,
+        whole: WholeMiniBatch,
+        plan: MicroBatchPlan,
+        fields: frozenset[str] | None,
     ) -> Callable[[int], TensorDict]:
         """Move samples to where they run; what then makes verl's batch of micro-batch i."""
-        rows_of = RowFormat(data)
+        rows_of = RowFormat(data, fields)
         held = rows_of.rows(data)
         rows = move_samples(held, whole.holdings, plan, self._group, replica_groups())
         micro_batches = plan.replicas[whole.holdings.rank].micro_batches
 
         def build(i: int) -> TensorDict:
             samples = micro_batches[i].samples
-            extra: dict[str, Any] = {"num_micro_batch": len(micro_batches)}
+            extra: dict[str, Any] = {"record_r2_routes": False}
             if not samples:
                 return rows_of.batch([dummy_row(held[0])], **extra, **{_IS_DUMMY: True})
             if self._pads_to_longest:
@@ -224,7 +241,7 @@ class PlannedBatches:
         return build
 
     def _bring_home(
-        self, reported: list[Any], whole: _WholeMiniBatch, plan: MicroBatchPlan
+        self, reported: list[Any], whole: WholeMiniBatch, plan: MicroBatchPlan, seconds: float
     ) -> dict[str, Any]:
         """What verl's engine returns, with each sample's output where the sample came from."""
         micro_batches = plan.replicas[whole.holdings.rank].micro_batches
@@ -238,14 +255,17 @@ class PlannedBatches:
             if m.samples
         ]
         own = send_home(outputs, whole.holdings, plan, self._group, replica_groups(of_stage=True))
+        everyone = gather((reports, seconds), self._group)
+        metrics = join_metrics([of for of, _ in everyone], whole.holdings.rank)
+        metrics |= plan_metrics(plan, whole.sample_bytes, max(of for _, of in everyone))
         return {
             "model_output": join_outputs(own),
             "loss": [r["loss"] for r in reported],
-            "metrics": join_metrics(gather(reports, self._group)),
+            "metrics": metrics,
         }
 
     def _plan(
-        self, data: TensorDict, whole: _WholeMiniBatch, *, forward_only: bool
+        self, data: TensorDict, whole: WholeMiniBatch, *, forward_only: bool
     ) -> MicroBatchPlan:
         settings, config = self.settings, self.engine_config
         layout = self._placement.layout
@@ -261,14 +281,17 @@ class PlannedBatches:
         group_size = given("force_group_size", 1)
         if "micro_batch_size" in limits:
             limits["micro_batch_size"] *= group_size
-        # Both of verl's formats pad to this (sequence parallelism, halves of each cp share).
-        align = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+        # Both of verl's formats pad to this (sequence parallelism, halves of each cp share); packed
+        # rows that are cut contiguously need no halves (`preprocess_thd_engine`).
+        is_cut_once = self._is_cut_contiguously and config.use_remove_padding
+        align = layout.tp * layout.cp * (2 if layout.cp > 1 and not is_cut_once else 1)
         if config.use_remove_padding and getattr(self.tf_config, "fp8", None):
             limits, align = fp8_limits(limits, align, layout.cp)
         options = BatchingOptions(
             **limits,
             packing="packed" if config.use_remove_padding else "padded",
             align=align,
+            context_layout="contiguous" if is_cut_once else "zigzag",
             oversize=settings.oversize,
             # Passes without backward have a limit of their own in verl, and hold less.
             memory_limit=None if forward_only else settings.memory_limit,
@@ -276,7 +299,8 @@ class PlannedBatches:
             balance=settings.balance,
             min_num_micro_batches=settings.min_num_micro_batches,
             max_num_micro_batches=settings.max_num_micro_batches,
-            same_count=settings.same_count,
+            same_count=settings.same_count
+            or (not forward_only and has_router_losses(self.tf_config)),
             method=settings.method,
             search_budget=settings.search_budget,
             forward_only=forward_only,
@@ -298,17 +322,8 @@ class PlannedBatches:
                 with_entropy=bool(given("calculate_entropy", False)),
                 is_value_model=self._is_value_model,
             ),
-            moving=self._moving(whole),
+            moving=moving_cost(settings.bandwidth, self._cost_model, whole.sample_bytes, layout.dp),
         )
-
-    def _moving(self, whole: _WholeMiniBatch) -> Moving:
-        """What it costs that samples travel, in seconds where the costs are and somebody knows."""
-        bandwidth, model = self.settings.bandwidth, self._cost_model
-        seconds = None
-        if bandwidth is not None and model is not None and model.unit == SECONDS:
-            # As if all replicas sent and received alike.
-            seconds = 1.0 / (bandwidth * len(whole.holdings.counts))
-        return Moving(sample_bytes=whole.sample_bytes, time_per_byte=seconds)
 
     def _foretell(self, data: TensorDict, plan: MicroBatchPlan) -> None:
         """Print once, before the first training step runs, what it will hold and how it will do.
@@ -339,11 +354,7 @@ class PlannedBatches:
         """What the settings name, read once."""
         cost, layout = self.settings.cost, self._placement.layout
         model = None if cost is None else load_cost_model(cost, layout)
-        if self.settings.bandwidth is not None and model is not None and model.unit != SECONDS:
-            raise ValueError(
-                f"bandwidth={self.settings.bandwidth} with costs in {model.unit} ({cost}): what "
-                "moving costs is compared in seconds; give costs in seconds, or leave it out"
-            )
+        check_bandwidth(self.settings.bandwidth, cost, model)
         return model
 
     @cached_property
@@ -363,14 +374,14 @@ class PlannedBatches:
         if learner is None or forward_only:
             yield None
             return
-        recorder = StepRecorder(on_gpu=self._placement.device.type == "cuda")
+        recorder = StepRecorder(on_gpu=self._is_on_gpu)
         origin = recorder.now()
         yield recorder
         learner.observe(plan, recorded_events(recorder, plan, self._placement, origin))
 
     def _warn_of_cut(self, loss_function: Any) -> None:
         """Say once of each reason that the loss in use depends on the cut."""
-        for reason in cut_dependence(loss_function):
+        for reason in cut_dependence(loss_function, has_router_losses(self.tf_config)):
             if reason not in self._warned_of:
                 self._warned_of.add(reason)
                 warnings.warn(
@@ -378,26 +389,6 @@ class PlannedBatches:
                     f"verl's own engine: {reason}",
                     stacklevel=3,
                 )
-
-    def _why_verl(self, data: TensorDict, loss_function: Any, *, forward_only: bool) -> str | None:
-        """Why a batch cannot be planned here, if so."""
-        if reduces_over_ranks(loss_function):
-            return "rollout_is_batch_normalize reduces over all ranks in each micro-batch"
-        if not forward_only and _has_router_losses(self.tf_config):
-            return "router losses are averaged over micro-batches, dummies among them"
-        if not forward_only and getattr(self.tf_config, "moe_router_enable_expert_bias", False):
-            return "the bias of experts counts tokens of every micro-batch, dummies among them"
-        if self.engine_config.dynamic_context_parallel:
-            return "dynamic_context_parallel cuts the batch itself"
-        if self.enable_routing_replay:
-            return "router replay records routes micro-batch by micro-batch"
-        if self.model_config.mtp.enable:
-            return "multi-token prediction reports its losses micro-batch by micro-batch"
-        if tu.get_non_tensor_data(data, key="distillation_use_topk", default=False):
-            return "top-k distillation reads the loss's inputs in the forward pass"
-        if not data["input_ids"].is_nested:
-            return "input_ids is not jagged"
-        return None
 
     @cached_property
     def _warned_of(self) -> set[str]:
@@ -407,6 +398,16 @@ class PlannedBatches:
     def _group(self) -> Any:
         """The data-parallel group."""
         return self.get_data_parallel_group()  # type: ignore[attr-defined]
+
+    @property
+    def _is_cut_contiguously(self) -> bool:
+        """Whether each cp rank takes one piece of a packed row, as for DeepSeek-V4."""
+        # As `MegatronEngine._get_context_parallel_layout` has it (verl 0.9.1).
+        return getattr(self.tf_config, "experimental_attention_variant", None) == "dsv4_hybrid"
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self._placement.device.type == "cuda"
 
     @property
     def _is_per_token(self) -> bool:
@@ -450,17 +451,23 @@ class PlannedMegatronEngineWithValueHead(PlannedBatches, MegatronEngineWithValue
     _is_value_model = True
 
 
+class _NoEngine(MegatronEngineWithLMHead):
+    """What verl finds where this backend does not run."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            f"VERL_ENGINE_VENDOR={VENDOR} on an NPU: this backend runs on CUDA alone; leave the "
+            "variable unset for verl's own engine"
+        )
+
+
 def register() -> None:
     """Enter the engines into verl's registry; doing it again changes nothing.
 
     Raises:
-        RuntimeError: another version of verl is installed.
+        RuntimeError: the installed verl lacks what the backend uses, or has it otherwise.
     """
-    if verl.__version__ != VERL_VERSION:
-        raise RuntimeError(
-            f"verl {verl.__version__} is installed, this backend is written for {VERL_VERSION}; "
-            f"pip install verl=={VERL_VERSION}"
-        )
+    check_interfaces(verl.__version__)
     for model_type, engine in (
         ("language_model", PlannedMegatronEngineWithLMHead),
         ("value_model", PlannedMegatronEngineWithValueHead),
@@ -469,17 +476,7 @@ def register() -> None:
         known = EngineRegistry._engines.get(model_type, {}).get("megatron", {})
         if (DEVICES[0], VENDOR) not in known:
             EngineRegistry.register(model_type, "megatron", device=DEVICES, vendor=VENDOR)(engine)
-
-
-def _has_router_losses(config: Any) -> bool:
-    """Whether MoE routers add balancing or z losses in the backward pass."""
-    if not config.num_moe_experts:
-        return False
-    coefficient = config.moe_aux_loss_coeff
-    balances = config.moe_router_load_balancing_type not in ("none", ["none"]) and any(
-        coefficient if isinstance(coefficient, list) else [coefficient]
-    )
-    return balances or bool(config.moe_z_loss_coeff)
+            EngineRegistry.register(model_type, "megatron", device="npu", vendor=VENDOR)(_NoEngine)
 
 
 def _as_verl_counts(total: float) -> float | int:

@@ -7,6 +7,7 @@ fields are taken apart once for a mini-batch, not once for each micro-batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,22 @@ from tensordict.tensorclass import NonTensorData, NonTensorStack
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
+from megatron_batching.data import Holdings
+from megatron_batching.data.all_to_all import gather
+
 Row = dict[str, Any]
+READ_WITHOUT_LOSS = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "loss_mask",
+        "temperature",
+        "multi_modal_inputs",
+        "routed_experts",
+        "response_mask",
+    }
+)
+"""Fields of samples that verl 0.9.1's Megatron engines read when they compute no loss."""
 
 
 class RowFormat:
@@ -23,9 +39,11 @@ class RowFormat:
 
     Args:
         data: any of verl's batches: dense, jagged and object fields, and values without rows.
+        fields: names of the fields with rows that are taken; None takes all.
     """
 
-    def __init__(self, data: TensorDict) -> None:
+    def __init__(self, data: TensorDict, fields: frozenset[str] | None = None) -> None:
+        self._fields = fields
         # torch 2.13 has no public name for the dimension that is jagged.
         self._ragged = {
             key: getattr(value, "_ragged_idx", value.dim() - 1)
@@ -43,7 +61,7 @@ class RowFormat:
         columns = {
             key: value.tolist() if isinstance(value, NonTensorStack) else value.unbind(0)
             for key, value in data.items()
-            if key not in self._common
+            if key not in self._common and (self._fields is None or key in self._fields)
         }
         return [
             {key: values[i] for key, values in columns.items()} for i in range(data.batch_size[0])
@@ -70,6 +88,40 @@ class RowFormat:
         return tu.assign_non_tensor(result, **wrapped)
 
 
+@dataclass(frozen=True, kw_only=True)
+class WholeMiniBatch:
+    """What every rank knows of the mini-batch's samples, over all replicas."""
+
+    holdings: Holdings
+    lengths: list[int]
+    loss_tokens: list[float]
+    sample_bytes: list[int]
+
+
+def announce(
+    data: TensorDict, fields: frozenset[str] | None, group: Any, dp_rank: int
+) -> WholeMiniBatch:
+    """Tell all replicas how long and large the samples here are, and hear of theirs.
+
+    Args:
+        data: this replica's samples.
+        fields: those that would travel, as `RowFormat` has them.
+        group: the data-parallel group; all its ranks call this.
+        dp_rank: this replica.
+    """
+    told = (sequence_lengths(data), loss_tokens(data), row_bytes(data, fields))
+    announced = gather(told, group)
+    lengths, tokens, sizes = (
+        [n for of in column for n in of] for column in zip(*announced, strict=True)
+    )
+    return WholeMiniBatch(
+        holdings=Holdings(counts=tuple(len(of[0]) for of in announced), rank=dp_rank),
+        lengths=lengths,
+        loss_tokens=tokens,
+        sample_bytes=sizes,
+    )
+
+
 def sequence_lengths(data: TensorDict) -> list[int]:
     """Tokens of each sample, without padding."""
     return data["input_ids"].offsets().diff().tolist()
@@ -81,10 +133,15 @@ def loss_tokens(data: TensorDict) -> list[float]:
     return [float(m.sum()) for m in (mask.unbind() if mask.is_nested else mask)]
 
 
-def row_bytes(data: TensorDict) -> list[int]:
-    """Bytes of each sample's tensors, those inside of objects too (images)."""
+def row_bytes(data: TensorDict, fields: frozenset[str] | None = None) -> list[int]:
+    """Bytes of each sample's tensors, those inside of objects too (images).
+
+    fields: as `RowFormat` has them.
+    """
     sizes = [0] * data.batch_size[0]
-    for value in data.values():
+    for key, value in data.items():
+        if fields is not None and key not in fields:
+            continue
         if isinstance(value, NonTensorStack):
             parts = [_tensor_bytes(of_row) for of_row in value.tolist()]
         elif not isinstance(value, Tensor):

@@ -8,10 +8,13 @@ mistake that no default should settle.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import lcm
 from typing import Any
 
+from megatron_batching.plan import CostModel, Moving
 from megatron_batching.plan.layout import check_positive
+from megatron_batching.plan.learn import SECONDS
 from megatron_batching.schedules.files import checked
 
 
@@ -88,6 +91,41 @@ def fp8_limits(limits: dict[str, Any], align: int, cp: int) -> tuple[dict[str, A
             )
         limits = {**limits, "max_tokens_per_gpu": cap}
     return limits, lcm(16, align)
+
+
+def check_bandwidth(bandwidth: int | None, cost: str | None, model: CostModel | None) -> None:
+    """Raise ValueError unless costs are in seconds where a bandwidth is given.
+
+    Args:
+        bandwidth: bytes a second, if any.
+        cost: the name of the costs.
+        model: the costs, if any are named.
+    """
+    if bandwidth is not None and model is not None and model.unit != SECONDS:
+        raise ValueError(
+            f"bandwidth={bandwidth} with costs in {model.unit} ({cost}): what moving costs is "
+            "compared in seconds; give costs in seconds, or leave it out"
+        )
+
+
+def moving_cost(
+    bandwidth: int | None, model: CostModel | None, sample_bytes: Sequence[int], dp: int
+) -> Moving:
+    """What it costs that samples travel, in seconds where the costs are and somebody knows.
+
+    Args:
+        bandwidth: bytes that a replica sends to others in a second, if it is known.
+        model: the costs in use.
+        sample_bytes: of each sample.
+        dp: replicas, which are taken to send alike.
+
+    >>> moving_cost(None, None, [8], 2).time_per_byte is None
+    True
+    """
+    seconds = None
+    if bandwidth is not None and model is not None and model.unit == SECONDS:
+        seconds = 1.0 / (bandwidth * dp)
+    return Moving(sample_bytes=sample_bytes, time_per_byte=seconds)
 
 
 def check_overlap(config: Any) -> None:

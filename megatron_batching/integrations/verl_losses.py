@@ -25,13 +25,18 @@ CUT_DEPENDENT = {
 """Name of a policy loss of verl 0.9.1 -> why it depends on the cut."""
 
 
-def cut_dependence(loss_function: Any) -> list[str]:
+def cut_dependence(loss_function: Any, has_router_losses: bool = False) -> list[str]:
     """Why the gradient of a loss depends on the cut, one line for each reason; none if it does not.
 
     Args:
         loss_function: as verl's workers get it: a loss with its configs bound by `partial`.
+        has_router_losses: MoE routers add losses of their own.
     """
     reasons = []
+    if has_router_losses:
+        reasons.append(
+            "MoE balancing or z losses: each is of one micro-batch, and averaged over them"
+        )
     for config in _bound(loss_function):
         for name in _policy_losses(config):
             if name in CUT_DEPENDENT:

@@ -12,7 +12,7 @@ with the same single value:
 
 For token means, which verl's losses report, the weighted mean is the mean over the mini-batch. A
 micro-batch without loss tokens has no mean, and its NaN, or whatever a loss says of it, is left
-out wherever another has some.
+out wherever another has some. What is no number is listed, as verl has it, for verl to judge.
 """
 
 from __future__ import annotations
@@ -25,23 +25,20 @@ import numpy as np
 import torch
 from verl.utils.metric import AggregationType, Metric
 
-from megatron_batching.schedules.files import shortened
-
 Report = tuple[float, Mapping[str, Any]]
 
 
-def join_metrics(replicas: Sequence[Sequence[Report]]) -> dict[str, Any]:
+def join_metrics(replicas: Sequence[Sequence[Report]], rank: int) -> dict[str, Any]:
     """One value for each metric, in the form in which verl's losses gave it.
 
     Args:
         replicas: for each replica, (loss tokens, metrics) of each of its micro-batches, dummies
             left out.
+        rank: this replica.
 
     Returns:
-        A `Metric` with one value, or a list of one value where the loss gave a plain number.
-
-    Raises:
-        ValueError: a metric is no number.
+        A `Metric` with one value, or a list of one value where the loss gave a plain number; of
+        what is no number, a list of what this replica's micro-batches gave.
     """
     joined: dict[str, Any] = {}
     names = dict.fromkeys(name for reports in replicas for _, m in reports for name in m)
@@ -50,29 +47,38 @@ def join_metrics(replicas: Sequence[Sequence[Report]]) -> dict[str, Any]:
             [(weight, metrics[name]) for weight, metrics in reports if name in metrics]
             for reports in replicas
         ]
+        try:
+            pairs = [(w, x) for values in found for w, value in values for x in _numbers(value)]
+        except (TypeError, ValueError):
+            joined[name] = _listed([value for _, value in found[rank]])
+            continue
         example = next(value for values in found for _, value in values)
         kind = _kind(name, example)
-        pairs = [(w, x) for values in found for w, value in values for x in _numbers(name, value)]
-        if kind is AggregationType.MEAN:
-            pairs = [(w, x) for w, x in pairs if w > 0] or pairs
-        elif kind is not AggregationType.SUM:
-            pairs = [(w, x) for w, x in pairs if w > 0 or not math.isnan(x)] or pairs
-        if not pairs:  # reported as empty lists
-            continue
-        weights, numbers = (np.array(column, dtype=float) for column in zip(*pairs, strict=True))
-        if kind is AggregationType.SUM:
-            value = numbers.sum() / len(replicas)
-        elif kind is AggregationType.MIN:
-            value = numbers.min()
-        elif kind is AggregationType.MAX:
-            value = numbers.max()
-        elif weights.sum() > 0:
-            value = np.average(numbers, weights=weights)
-        else:
-            value = numbers.mean()
-        is_metric = isinstance(example, Metric)
-        joined[name] = Metric(kind, float(value)) if is_metric else [float(value)]
+        value = _reduced(kind, pairs, len(replicas))
+        if value is not None:
+            is_metric = isinstance(example, Metric)
+            joined[name] = Metric(kind, value) if is_metric else [value]
     return joined
+
+
+def _reduced(
+    kind: AggregationType, pairs: list[tuple[float, float]], num_replicas: int
+) -> float | None:
+    """The value over everything of (loss tokens, value) pairs; None where lists were empty."""
+    if kind is AggregationType.MEAN:
+        pairs = [(w, x) for w, x in pairs if w > 0] or pairs
+    elif kind is not AggregationType.SUM:
+        pairs = [(w, x) for w, x in pairs if w > 0 or not math.isnan(x)] or pairs
+    if not pairs:
+        return None
+    weights, numbers = (np.array(column, dtype=float) for column in zip(*pairs, strict=True))
+    if kind is AggregationType.SUM:
+        return float(numbers.sum() / num_replicas)
+    if kind is AggregationType.MIN:
+        return float(numbers.min())
+    if kind is AggregationType.MAX:
+        return float(numbers.max())
+    return float(np.average(numbers, weights=weights) if weights.sum() > 0 else numbers.mean())
 
 
 def _kind(name: str, example: Any) -> AggregationType:
@@ -83,16 +89,15 @@ def _kind(name: str, example: Any) -> AggregationType:
     return AggregationType.MIN if "min" in name else AggregationType.MEAN
 
 
-def _numbers(name: str, value: Any) -> list[float]:
+def _numbers(value: Any) -> list[float]:
+    """TypeError or ValueError if any is none."""
     if isinstance(value, Metric):
         value = value.values
     if isinstance(value, torch.Tensor):
         value = value.flatten().tolist()
-    values = value if isinstance(value, list | tuple) else [value]
-    try:
-        return [float(x) for x in values]
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"metric {name} is {shortened(value)}: a loss reports numbers, or lists of them; leave "
-            "it out, or report a number"
-        ) from None
+    return [float(x) for x in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _listed(values: Sequence[Any]) -> list[Any]:
+    """As verl 0.9.1 puts reports of micro-batches together: lists behind one another."""
+    return [x for value in values for x in (value if isinstance(value, list) else [value])]

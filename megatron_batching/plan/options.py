@@ -21,6 +21,7 @@ from megatron_batching.schedules.files import check_choice, shortened
 Packing = Literal["packed", "padded"]
 Oversize = Literal["error", "alone"]
 Balance = Literal["replicas", "none"]
+ContextLayout = Literal["zigzag", "contiguous"]
 Method = Literal["search", "baseline"]
 ContextSizes = Literal["auto"] | tuple[int, ...] | None
 """Which cp a plan may choose, see `BatchingOptions.cp`."""
@@ -104,10 +105,14 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
     """`packed` (a micro-batch costs the sum of its samples) or `padded` (rows x the longest)."""
     align: int = 1
     """Each sample is padded to a multiple of this (tp with sequence parallelism, fp8). With
-    cp > 1 a multiple of 2 cp is needed too, and taken without asking."""
+    cp > 1 a multiple of 2 cp, or of cp if rows are cut contiguously, is needed too, and taken
+    without asking."""
     align_per_gpu: int = 1
     """The same for what one context-parallel rank holds of a sample: a multiple of cp times this is
     taken."""
+    context_layout: ContextLayout = "zigzag"
+    """What each cp rank takes of a row: `zigzag` two pieces of each sample, `contiguous` one piece
+    of the whole, which some trainers do. The engines of this package cut `zigzag`."""
     oversize: Oversize = "error"
     """A sample over the cap: `error`, or `alone` in a micro-batch of its own, reported."""
     sample_groups: int | tuple[int, ...] | None = None
@@ -168,6 +173,7 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
         check_choice("packing", self.packing, get_args(Packing))
         check_choice("oversize", self.oversize, get_args(Oversize))
         check_choice("balance", self.balance, get_args(Balance))
+        check_choice("context_layout", self.context_layout, get_args(ContextLayout))
         check_choice("method", self.method, get_args(Method))
         for name in ("same_count", "forward_only", "defer_weight_gradients"):
             if not isinstance(getattr(self, name), bool):
@@ -217,10 +223,14 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
         """Multiple to which each sample is padded: `align`, cp x `align_per_gpu`, and 2 cp > 2.
 
         Context parallelism cuts each sample into 2 cp pieces (Megatron-Core,
-        `get_batch_on_this_cp_rank` and its packed counterpart).
+        `get_batch_on_this_cp_rank` and its packed counterpart), or rows into cp.
 
         >>> BatchingOptions(micro_batch_size=1, align=3).alignment(Layout(cp=2))
         12
+        >>> options = BatchingOptions(micro_batch_size=1, context_layout="contiguous")
+        >>> options.alignment(Layout(cp=2))
+        2
         """
         multiple = lcm(self.align, self.align_per_gpu * layout.cp)
-        return lcm(multiple, 2 * layout.cp) if layout.cp > 1 else multiple
+        pieces = layout.cp * (2 if self.context_layout == "zigzag" else 1)
+        return lcm(multiple, pieces) if layout.cp > 1 else multiple

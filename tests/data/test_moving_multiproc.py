@@ -33,7 +33,11 @@ def test_there_and_back(pools: Pools, shards: list[list[int]], balance: Balance)
         assert moved[0] == 0
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=["pp", "tp"])
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}],
+    ids=["pp", "tp", "cp"],
+)
 def test_each_byte_goes_to_another_replica_once(pools: Pools, layout: dict[str, int]) -> None:
     """Two ranks of each replica hold the same 4,000 and 8,000 bytes for the other replica."""
     payload = 4_000 + 8_000

@@ -49,3 +49,8 @@ def test_bytes_are_of_all_tensors_of_a_sample() -> None:
         batch_size=[2],
     )
     assert row_bytes(data) == [3 * 8 + 5 * 2 + 24 * 4 + 2 * 4, 8 + 5 * 2]
+    fields = frozenset({"input_ids", "score"})
+    assert row_bytes(data, fields) == [3 * 8 + 5 * 2, 8 + 5 * 2]
+    form = RowFormat(data, fields)
+    taken = form.batch(form.rows(data))
+    assert set(taken.keys()) == {*fields, "temperature"}

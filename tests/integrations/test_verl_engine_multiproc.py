@@ -39,7 +39,7 @@ LAYOUTS = {
     "pp2-dp2": {"pp": 2, "dp": 2},
     "pp2-vpp2-dp2": {"pp": 2, "vpp": 2, "dp": 2},
 }
-WITH_EXPERTS = {"dp2-ep2": {"dp": 2, "ep": 2}}
+WITH_EXPERTS = {"dp2-ep2": {"dp": 2, "ep": 2}, "ep1": {"ep": 1}}
 AGGREGATIONS = (
     "token-mean",
     "token-sum",
@@ -97,6 +97,12 @@ def test_training_equals_verl(pools: VerlPools, layout: str) -> None:
     run(pools, layout, loss=loss, limits=limits)
 
 
+@pytest.mark.parametrize("loss", ["ppo", "value", "none"])
+@by_layout("pp1", "pp2-vpp2-dp2")
+def test_packed_rows_equal_verl(pools: VerlPools, layout: str, loss: str) -> None:
+    run(pools, layout, loss=loss, limits=CAP, packed=True, forward_only=loss == "none")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("limits", [CAP, SIZE], ids=["dynamic", "fixed"])
 @pytest.mark.parametrize("loss", ["sft", "ppo", "value"])
@@ -131,7 +137,18 @@ def test_samples_move_between_replicas_and_outputs_come_home(
     pools: VerlPools, layout: str, loss: str
 ) -> None:
     case = dict(loss=loss, limits=CAP, lengths=[[90, 80, 70, 60], [5, 6, 7, 8]])
-    assert run(pools, layout, **case)[0]["num_moved"] > 0
+    results = run(pools, layout, **case)
+    assert results[0]["num_moved"] > 0
+    assert [result["counted"] for result in results] == 2 * results[0]["counts"]
+    (first, second) = (result["told"] for result in results if result["told"])
+    assert first == second  # of both replicas
+    told = {name.removeprefix("plan/"): value for name, [value] in first.items()}
+    assert told["micro_batches_max"] == max(results[0]["counts"])
+    assert (told["dummies"], told["moved_samples"]) == (0, results[0]["num_moved"])
+    assert told["tokens"] <= told["tokens_max"] <= 128
+    assert min(told[n] for n in ("step_predicted", "step_measured_s", "moved_bytes")) > 0
+    assert 0 < told["efficiency"] <= 1 and 0 <= told["bubble"] < 1
+    assert told["unplanned"] == 0
     settings = f"balance: none\nmemory_limit: {2**40}"  # which is enough: verl's cap stays
     assert run(pools, layout, **case, settings=settings)[0]["num_moved"] == 0
 
@@ -194,7 +211,8 @@ def test_what_is_put_off_keeps_its_limit(pools: VerlPools, layout: str) -> None:
 @pytest.mark.parametrize("loss", ["sft", "ppo"])
 @by_layout("pp1-dp2", "pp2")
 def test_the_per_token_regime_equals_verl(pools: VerlPools, layout: str, loss: str) -> None:
-    run(pools, layout, loss=loss, limits=CAP, per_token=True)
+    """Which verl runs with packed rows alone."""
+    run(pools, layout, loss=loss, limits=CAP, packed=True, per_token=True)
 
 
 @pytest.mark.parametrize("loss", ["sft", pytest.param("none", marks=pytest.mark.slow)])
@@ -206,6 +224,37 @@ def test_experts_on_two_replicas(pools: VerlPools, layout: str, loss: str) -> No
     for more, counts, num_dummies in (("", [4, 4], 0), ("\nmin_num_micro_batches: 5", [5, 5], 2)):
         for result in run(pools, layout, **case, settings="balance: none" + more):
             assert (result["counts"], result["num_dummies"]) == (counts, num_dummies)
+
+
+@by_layout("dp2-ep2")
+def test_router_losses_and_biases_of_experts_equal_verl(pools: VerlPools, layout: str) -> None:
+    """With one sample a micro-batch verl and the plan cut alike, up to order and place."""
+    case: dict[str, Any] = dict(loss="sft", router_losses=True)
+    case["limits"] = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
+    case["lengths"] = [[100, 70, 60, 40], [5, 6, 7, 8]]
+    for result in run(pools, layout, **case):
+        assert (result["counts"], result["num_dummies"]) == ([4, 4], 0)
+        assert result["num_moved"] > 0 and result["told"]["plan/unplanned"] == [0.0]
+    for result in run(pools, layout, **case, settings="min_num_micro_batches: 5"):
+        assert result["told"] == {"plan/unplanned": [1.0], "plan/unplanned/dummies": [1.0]}
+
+
+@pytest.mark.parametrize("loss", ["ppo", "none"])
+@by_layout("ep1", "dp2-ep2")
+def test_replayed_routes_equal_verl(pools: VerlPools, layout: str, loss: str) -> None:
+    """Routes that no router would choose, so that whoever replays none is far off."""
+    case = dict(loss=loss, forward_only=loss == "none", limits=CAP, packed=True, replay="R3")
+    for result in run(pools, layout, **case):
+        assert result["told"]["plan/unplanned"] == [0.0]
+
+
+@by_layout("pp2-vpp2")
+def test_what_verls_own_engine_tests_ask(pools: VerlPools, layout: str) -> None:
+    results = pools[2].run(verl_cases.as_verls_own_tests_ask, layout=LAYOUTS[layout])
+    assert len(results[-1]["errors"]) == 3
+    error, of = worst(results[-1:])
+    assert error < TOLERANCE, of
+    assert all(result["missing"] == [] for result in results)
 
 
 @by_layout("pp1")

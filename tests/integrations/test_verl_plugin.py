@@ -51,12 +51,27 @@ print(EngineRegistry.get_engine_cls("language_model", "megatron").__name__)
 
 
 def test_a_failure_warns_once_and_leaves_verl_as_it_was() -> None:
+    """A verl that takes its arguments otherwise."""
     lines, errors = run("""
 import verl
-verl.__version__ = "0.9.0"
+from megatron_batching.integrations import verl_interfaces
+verl_interfaces.PARAMETERS["verl.workers.engine:EngineRegistry.register"] = "model_type"
 from verl.workers.engine import EngineRegistry
 print(EngineRegistry.get_engine_cls("language_model", "megatron").__name__)
 """)
     assert lines[-1] == "MegatronEngineWithLMHead"
-    message = "megatron-batching is off and verl runs as without it: RuntimeError: verl 0.9.0"
+    message = "megatron-batching is off and verl runs as without it: RuntimeError: verl 0.9.1"
     assert errors.count(message) == 1
+
+
+def test_an_npu_is_refused_in_one_line() -> None:
+    lines, _ = run("""
+import os
+from verl.workers.engine import EngineRegistry
+os.environ["VERL_ENGINE_DEVICE"] = "npu"
+try:
+    EngineRegistry.new("value_model", "megatron", engine_config=None)
+except ValueError as error:
+    print(error)
+""")
+    assert lines[-1].startswith("VERL_ENGINE_VENDOR=megatron_batching on an NPU: this backend runs")

@@ -54,7 +54,13 @@ def quarters(values: list[float]) -> list[list[float]]:
 def test_grpo_update_equals_verls(layout: dict[str, int]) -> None:
     results = drive(layout)
     true, found = results["nvidia"], results["megatron_batching"]
+    plans = {n: found["metrics"].pop(n) for n in list(found["metrics"]) if n.startswith("plan/")}
     assert found["metrics"].keys() == true["metrics"].keys()
+    # A number for each mini-batch, and of one pass by itself a number, which every tracker takes.
+    assert all(len(values) == 4 for values in plans.values())
+    assert plans["plan/unplanned"] == [0.0] * 4 and min(plans["plan/step_measured_s"]) > 0
+    assert found["told"].keys() == plans.keys() and not true["told"]
+    assert found["told"]["plan/micro_batches"] >= 1.0
     for name, values in true["metrics"].items():
         mine = found["metrics"][name]
         if name == "lr":  # verl steps its schedule once for all of them

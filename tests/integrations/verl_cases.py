@@ -8,8 +8,6 @@ results come back as plain numbers and CPU tensors. The workers are started with
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib
 import io
 import os
 import tempfile
@@ -19,13 +17,13 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import yaml
 
-VOCABULARY = 128
-LAYERS = 4
+from tests.integrations.verl_inputs import LAYERS, VOCABULARY, batch, loss_function, policy_loss
 
 
 def model_path(*, has_experts: bool = False) -> Path:
@@ -83,7 +81,8 @@ def configs(layout: dict[str, int], *, model_type: str, **engine: Any) -> dict[s
 
     has_experts = "ep" in layout
     path = str(model_path(has_experts=has_experts))
-    model = HFModelConfig(path=path, load_tokenizer=False, use_remove_padding=False)
+    packed = bool(engine.get("use_remove_padding"))
+    model = HFModelConfig(path=path, load_tokenizer=False, use_remove_padding=packed)
     model.tokenizer = types.SimpleNamespace(pad_token_id=0)
     model.model_type = model_type
     engine_config = McoreEngineConfig(
@@ -126,104 +125,51 @@ def engine(vendor: str, layout: dict[str, int], *, model_type: str, **overrides:
     return result
 
 
-def batch(lengths: list[list[int]], limits: dict[str, Any], *, dp_rank: int) -> Any:
-    """This replica's samples with every field that verl's losses read, from one seed."""
-    from verl.utils import tensordict_utils as tu
-
-    generator = torch.Generator().manual_seed(7)
-    shards = []
-    for shard in lengths:
-        rows = []
-        for n in shard:
-            prompt = max(1, n // 4)
-            mask = torch.cat([torch.zeros(prompt), torch.ones(n - prompt)])
-            response = n - prompt
-
-            def noise(size: int = response) -> torch.Tensor:
-                return torch.randn(size, generator=generator)
-
-            ids = torch.randint(1, VOCABULARY, (n,), generator=generator)
-            rows.append(
-                {
-                    "input_ids": ids,
-                    "prompts": ids[:prompt],
-                    "responses": ids[prompt:],
-                    "loss_mask": mask.long(),
-                    "response_mask": torch.ones(response).long(),
-                    "position_ids": torch.arange(n),
-                    "old_log_probs": -4.8 + 0.3 * noise(),
-                    "advantages": noise(),
-                    "ref_log_prob": -4.8 + 0.3 * noise(),
-                    "values": noise(),
-                    "returns": noise(),
-                }
-            )
-        shards.append(rows)
-    rows = shards[dp_rank]
-    columns: dict[str, Any] = {
-        key: torch.nested.as_nested_tensor([r[key] for r in rows], layout=torch.jagged)
-        for key in rows[0]
-    }
-    common = {
-        "use_fused_kernels": False,
-        "use_remove_padding": False,
-        "temperature": 1.0,
-        "global_batch_size": sum(len(shard) for shard in lengths),
-        **limits,
-    }
-    return tu.get_tensordict(columns, common)
-
-
-def loss_function(name: str, aggregation: str = "token-mean") -> Any:
-    """One of verl's own losses, configured as its workers do."""
-    losses = importlib.import_module("verl.workers.utils.losses")
-    if name == "sft":
-        return partial(losses.sft_loss, None)
-    from verl.workers.config import CriticConfig
-
-    if name == "ppo":
-        return partial(losses.ppo_loss, actor_config(aggregation))
-    config = CriticConfig(strategy="megatron", use_dynamic_bsz=True, loss_agg_mode=aggregation)
-    return partial(losses.value_loss, config)
-
-
-def actor_config(aggregation: str = "token-mean") -> Any:
-    """verl's config of PPO's loss, with KL and entropy terms switched on."""
-    from verl.workers.config import ActorConfig
-
-    return ActorConfig(
-        strategy="megatron",
-        rollout_n=1,
-        use_dynamic_bsz=True,
-        loss_agg_mode=aggregation,
-        loss_scale_factor=64,
-        use_kl_loss=True,
-        entropy_coeff=0.01,
-    )
-
-
 _LAYOUT: dict[str, int] | None = None
-_ENGINES: dict[tuple[str, bool], tuple[Any, Any]] = {}
+_ENGINES: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+# Each micro-batch has losses of its own, and experts a bias that counts tokens.
+ROUTER_LOSSES = {
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
 
 
-def _engines(layout: dict[str, int], model_type: str, per_token: bool) -> tuple[Any, Any]:
+def _engines(
+    layout: dict[str, int],
+    model_type: str,
+    *,
+    packed: bool = False,
+    per_token: bool = False,
+    router_losses: bool = False,
+    replay: str = "disabled",
+) -> tuple[Any, Any]:
     """verl's own engine and the planned one, with the same weights, in this layout."""
+    from verl.workers.config import EngineRouterReplayConfig
+
     global _LAYOUT
     if layout != _LAYOUT:
         _ENGINES.clear()
         prepare()
         _LAYOUT = layout
-    key = model_type, per_token
+    key = model_type, packed, per_token, router_losses, replay
     if key not in _ENGINES:
         fields: dict[str, Any] = {"calculate_per_token_loss": per_token}
         if "ep" in layout:
             # mbridge asks for both; they have CUDA kernels only.
             fields |= {"moe_grouped_gemm": False, "persist_layer_norm": False}
-        config = {"override_transformer_config": fields}
-        theirs, ours = (
-            engine(vendor, layout, model_type=model_type, **config)
-            for vendor in ("nvidia", "megatron_batching")
-        )
+        if router_losses:
+            fields |= ROUTER_LOSSES
+        config = {
+            "override_transformer_config": fields,
+            "use_remove_padding": packed,
+            "router_replay": EngineRouterReplayConfig(mode=replay),
+        }
+        theirs = engine("nvidia", layout, model_type=model_type, **config)
+        with _routers_kept(replay):
+            ours = engine("megatron_batching", layout, model_type=model_type, **config)
         for mine, other in zip(ours.module, theirs.module, strict=True):
             assert mine.config.calculate_per_token_loss == per_token
             mine.load_state_dict(other.state_dict())
@@ -232,32 +178,32 @@ def _engines(layout: dict[str, int], model_type: str, per_token: bool) -> tuple[
 
 
 @contextlib.contextmanager
-def _per_token_when_padded(*engines: Any) -> Iterator[None]:
-    """Let verl run its per-token regime here.
+def _routers_kept(replay: str) -> Iterator[None]:
+    """Let two engines of a process replay routes: verl forgets the routers of the one before."""
+    if replay == "disabled":
+        yield
+        return
+    from verl.utils.megatron.router_replay_patch import RouterReplay
 
-    It refuses padded rows, as router losses would be wrong there; packed ones need Transformer
-    Engine. There are no router losses, so that one check is misled. And it adds up token counts in
-    place, which on a GPU are copies and here would be the batch's own offsets.
-    """
+    before = list(RouterReplay.router_instances)
+    yield
+    RouterReplay.router_instances.extend(before)
 
-    def misled(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        object.__setattr__(engine.engine_config, "use_remove_padding", True)
-        try:
-            return type(engine).postprocess_micro_batch_func(engine, *args, **kwargs)
-        finally:
-            object.__setattr__(engine.engine_config, "use_remove_padding", False)
+
+@contextlib.contextmanager
+def _copied_counts(*engines: Any) -> Iterator[None]:
+    """verl adds up token counts in place: copies on a GPU, here the batch's own offsets."""
 
     def copied(engine: Any, data: Any) -> torch.Tensor:
         return type(engine)._routed_num_tokens(engine, data).clone()
 
     for each in engines:
-        each.postprocess_micro_batch_func = partial(misled, each)
         each._routed_num_tokens = partial(copied, each)
     try:
         yield
     finally:
         for each in engines:
-            del each.postprocess_micro_batch_func, each._routed_num_tokens
+            del each._routed_num_tokens
 
 
 def _run(engine: Any, data: Any, loss: Any, *, forward_only: bool) -> dict[str, Any]:
@@ -285,7 +231,8 @@ def _run(engine: Any, data: Any, loss: Any, *, forward_only: bool) -> dict[str, 
                 for i, chunk in enumerate(engine.module)
                 for name, parameter in chunk.named_parameters()
             }
-    return {"output": output, "gradients": gradients, "reports": reports}
+    counted = data.get("num_micro_batch")
+    return {"output": output, "gradients": gradients, "reports": reports, "counted": counted}
 
 
 def compare(
@@ -297,35 +244,58 @@ def compare(
     aggregation: str = "token-mean",
     forward_only: bool = False,
     settings: str | None = None,
+    packed: bool = False,
     per_token: bool = False,
+    router_losses: bool = False,
+    replay: str = "disabled",
     num_steps: int = 1,
 ) -> dict[str, Any]:
     """Errors of the planned engine against verl's own, on this rank; relative to the largest."""
+    from megatron_batching.integrations.verl_report import PREFIX
     from megatron_batching.integrations.verl_settings import VerlSettings
 
     model_type = "value_model" if loss == "value" else "language_model"
-    theirs, ours = _engines(layout, model_type, per_token)
+    theirs, ours = _engines(
+        layout,
+        model_type,
+        packed=packed,
+        per_token=per_token,
+        router_losses=router_losses,
+        replay=replay,
+    )
     ours.settings = VerlSettings(**yaml.safe_load(settings or "{}"))
     for name in ("_learner", "_told_costs", "_has_foretold"):  # of the settings of another case
         ours.__dict__.pop(name, None)
     dp_rank = ours.get_data_parallel_rank()
     function = None if loss == "none" else loss_function(loss, aggregation)
     printed = io.StringIO()
-    with (
-        _per_token_when_padded(theirs, ours) if per_token else contextlib.nullcontext(),
-        contextlib.redirect_stdout(printed),
-    ):
+    with _copied_counts(theirs, ours), contextlib.redirect_stdout(printed):
         true, *_, found = (
-            _run(e, batch(lengths, limits, dp_rank=dp_rank), function, forward_only=forward_only)
+            _run(
+                e,
+                batch(
+                    lengths,
+                    limits,
+                    dp_rank=dp_rank,
+                    packed=packed,
+                    routes=replay != "disabled",
+                ),
+                function,
+                forward_only=forward_only,
+            )
             for e in [theirs, *[ours] * num_steps]
         )
     errors = {
         f"gradient of {name}": _error(found["gradients"][name], gradient)
         for name, gradient in true["gradients"].items()
     }
-    reports = true["reports"]
+    reports, counted = true["reports"], found["counted"]
     true, found = true["output"], found["output"]
+    told = {}
     if true:
+        told = {n: v for n, v in found["metrics"].items() if n.startswith(PREFIX)}
+        for name in told:
+            del found["metrics"][name]
         group = ours.get_data_parallel_group()
         if function is not None:
             losses = [sum(r["loss"]) for r in (true, found)]
@@ -339,43 +309,21 @@ def compare(
             errors[key] = max(
                 _error(a[:-1], b[:-1]) for a, b in zip(mine, values, strict=True) if len(b) > 1
             )
-        errors |= _metric_errors(reports, found["metrics"], group)
+        if told[f"{PREFIX}unplanned"] == [0.0]:  # else they are reported as verl reports them
+            errors |= _metric_errors(reports, found["metrics"], group)
     plan = ours.last_plan
     return {
         "errors": errors,
         "counts": [r.num_micro_batches for r in plan.replicas],
+        "counted": counted,
         "num_dummies": plan.num_dummies,
         "num_moved": plan.num_moved,
         "refit": None if ours._learner is None else ours._learner.last_refit,
         "peaks": plan.predicted.peak_tokens_in_flight,
         "foretold": [line for line in printed.getvalue().splitlines() if "foretold" in line],
         "weights": sum(p.numel() * p.element_size() for m in ours.module for p in m.parameters()),
+        "told": told,
     }
-
-
-# What makes the choosing losses choose, and the ratios differ from 1, on 12 samples.
-POLICY_SETTINGS: dict[str, dict[str, Any]] = {
-    "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": -100.0, "clip_cov_ub": 100.0},
-    "kl_cov": {"kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0},
-    "dro": {"dro_beta": 0.5},
-    "bypass_mode": {"rollout_correction": {"loss_type": "reinforce", "rollout_is": "token"}},
-}
-
-
-def policy_loss(name: str, **settings: Any) -> Any:
-    """PPO with one of verl's policy losses, bound as verl's workers bind it."""
-    from verl.trainer.config.algorithm import RolloutCorrectionConfig
-    from verl.workers.config.actor import PolicyLossConfig
-
-    losses = importlib.import_module("verl.workers.utils.losses")
-    settings = {**POLICY_SETTINGS.get(name, {}), **settings}
-    if "rollout_correction" in settings:
-        correction = RolloutCorrectionConfig(**settings["rollout_correction"])
-        settings["rollout_correction"] = correction
-    config = dataclasses.replace(
-        actor_config(), policy_loss=PolicyLossConfig(loss_mode=name, **settings)
-    )
-    return partial(losses.ppo_loss, config=config)
 
 
 def policy_losses(*, limits: dict[str, Any], lengths: list[list[int]]) -> dict[str, Any]:
@@ -389,7 +337,7 @@ def policy_losses(*, limits: dict[str, Any], lengths: list[list[int]]) -> dict[s
 
     from megatron_batching.integrations.verl_settings import VerlSettings
 
-    theirs, ours = _engines({}, "language_model", False)
+    theirs, ours = _engines({}, "language_model")
     ours.settings = VerlSettings()
     whole = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 10**6}
     found = {}
@@ -438,6 +386,29 @@ def _metric_errors(reports: Any, found: dict[str, Any], group: Any) -> dict[str,
         errors[name] = abs(mine - true) / max(abs(true), 1e-3)
     assert set(found) == set(errors)
     return errors
+
+
+def as_verls_own_tests_ask(*, layout: dict[str, int]) -> dict[str, Any]:
+    """What verl's tests of its engines compare with transformers, of the planned one."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(str(model_path()), dtype=torch.float32)
+    _, ours = _engines(layout, "language_model")
+    data = batch([[40, 3, 17]], {"use_dynamic_bsz": True, "max_token_len_per_gpu": 64}, dp_rank=0)
+    rows = data["input_ids"].unbind()
+    log_probs = _run(ours, data, None, forward_only=True)["output"].get("model_output", {})
+    errors = {}
+    for ids, found in zip(rows, log_probs.get("log_probs", ()), strict=bool(log_probs)):
+        logits = theirs(ids[None]).logits[0].detach()
+        true = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+        errors[f"log-probs of {len(ids)}"] = _error(found[:-1], true)
+    # Weights lie where they are used: there is nothing to bring to a GPU.
+    engines = "verl.workers.engine.megatron.transformer_impl"
+    with mock.patch(f"{engines}.load_megatron_model_to_gpu"):
+        exported, _ = ours.get_per_tensor_param()
+        shapes = {name: tuple(tensor.shape) for name, tensor in exported}
+    missing = {n: tuple(t.shape) for n, t in theirs.state_dict().items()}.items() ^ shapes.items()
+    return {"errors": errors, "missing": sorted(missing)}
 
 
 def beyond_verl(

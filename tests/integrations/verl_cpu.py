@@ -175,14 +175,33 @@ def without_weights() -> Iterator[None]:
 
 
 def _causal_attention() -> None:
-    """verl passes a [b, s] padding mask, which Transformer Engine takes and local attention does
-    not. Without it local attention is causal, which right padding needs and no more.
+    """Megatron's local attention where verl expects Transformer Engine's.
+
+    verl passes a [b, s] padding mask, which local attention does not take: without it it is causal,
+    which right padding needs and no more. Of packed rows verl passes where samples begin, which
+    local attention does not look at: here a mask keeps them apart.
     """
     attention = importlib.import_module("megatron.core.transformer.dot_product_attention")
     forward = attention.DotProductAttention.forward
 
-    def causal(self: Any, query: Any, key: Any, value: Any, mask: Any = None, *a: Any, **k: Any):
-        return forward(self, query, key, value, None, *a, **k)
+    def causal(
+        self: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any = None,
+        *args: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if packed_seq_params is None:
+            return forward(self, query, key, value, None, *args, **kwargs)
+        starts = packed_seq_params.cu_seqlens_q_padded[1:-1].long()
+        sample = torch.bincount(starts, minlength=len(query)).cumsum(0)
+        apart = sample[:, None] != sample
+        mask = (apart | torch.ones_like(apart).triu(1))[None, None]
+        rows = (x.unsqueeze(1) for x in (query, key, value))
+        return forward(self, *rows, mask, *args, **kwargs).squeeze(1)
 
     attention.DotProductAttention.forward = causal
 

@@ -23,7 +23,8 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
 from tests.integrations import verl_cpu
-from tests.integrations.verl_cases import VOCABULARY, actor_config, configs
+from tests.integrations.verl_cases import configs
+from tests.integrations.verl_inputs import VOCABULARY, actor_config
 
 PROMPTS = (5, 40, 12, 30, 8, 25, 60, 3)
 RESPONSES_PER_PROMPT = 4
@@ -135,7 +136,8 @@ def update(layout: dict[str, int], vendor: str, world: int) -> dict[str, Any]:
         name: [x[:-1].tolist() for x in out["log_probs"].unbind()]
         for name, out in (("before", before), ("after", after))
     }
-    return {"metrics": metrics, "log_probs": log_probs}
+    told = {n: v for n, v in tu.get(before, "metrics").items() if n.startswith("plan/")}
+    return {"metrics": metrics, "log_probs": log_probs, "told": told}
 
 
 def _with(data: Any, **common: Any) -> Any:

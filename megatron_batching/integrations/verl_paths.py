@@ -1,0 +1,157 @@
+"""Which batches run on verl's own path, and why.
+
+A plan cuts a batch by samples and may add dummies. What records or normalizes micro-batches
+themselves would meet other ones, so such batches run as without the backend. MoE routers average
+their losses over micro-batches, biases of experts count their tokens, and routes that are replayed
+belong to samples: these are planned as long as every micro-batch is real. One warning says why a
+batch is not planned, and a metric counts them (`verl_report`). docs/verl.md has the reasons at more
+length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from megatron_batching.integrations.verl_losses import reduces_over_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unplanned:
+    """Why a batch is not planned: a name for metrics, and a sentence."""
+
+    name: str
+    why: str
+
+
+def why_verl(
+    engine: Any, data: TensorDict, loss_function: Any, *, forward_only: bool
+) -> Unplanned | None:
+    """Why a batch runs on verl's own path; None where it is planned. The same on every rank.
+
+    Args:
+        engine: verl's Megatron engine.
+        data: the batch.
+        loss_function: as verl's engine gets it.
+        forward_only: the pass has no backward.
+    """
+    return next(_reasons(engine, data, loss_function, forward_only), None)
+
+
+def _reasons(
+    engine: Any, data: TensorDict, loss_function: Any, forward_only: bool
+) -> Iterator[Unplanned]:
+    config = engine.tf_config
+
+    def asks_for(name: str) -> bool:
+        return bool(tu.get_non_tensor_data(data, key=name, default=False))
+
+    if reduces_over_ranks(loss_function):
+        yield Unplanned(
+            name="batch_normalize",
+            why="rollout_is_batch_normalize reduces over all ranks in each micro-batch",
+        )
+    if not forward_only and has_router_losses(config) and "global_aux_loss" in _balancing(config):
+        yield Unplanned(
+            name="global_aux_loss",
+            why="global_aux_loss adds up tokens over the micro-batches before, in their order",
+        )
+    if engine.engine_config.dynamic_context_parallel:
+        yield Unplanned(
+            name="dynamic_context_parallel",
+            why="dynamic_context_parallel cuts the batch itself",
+        )
+    records = (
+        forward_only
+        and engine.engine_config.router_replay.mode == "R2"
+        and data.get("routed_experts", None) is None
+    )
+    if replays_routes(engine, data) and records:
+        yield Unplanned(name="recorded_routes", why="verl records routes by micro-batch")
+    if engine.model_config.mtp.enable:
+        yield Unplanned(
+            name="multi_token_prediction",
+            why="multi-token prediction reports its losses micro-batch by micro-batch",
+        )
+    if asks_for("distillation_use_topk"):
+        yield Unplanned(
+            name="topk_distillation",
+            why="top-k distillation reads the loss's inputs in the forward pass",
+        )
+    if not data["input_ids"].is_nested:
+        yield Unplanned(name="not_jagged", why="input_ids is not jagged")
+
+
+DUMMIES = Unplanned(
+    name="dummies",
+    why="MoE routers would average over its dummies, count their tokens, or look for their routes",
+)
+"""Of a plan with dummies for a pass that `takes_no_dummies`."""
+
+
+def takes_no_dummies(engine: Any, data: TensorDict, *, forward_only: bool) -> bool:
+    """Whether dummies would change what a pass does, or lack what it needs.
+
+    They would count in MoE losses and biases of experts, and have no routes to be replayed.
+
+    Args:
+        engine: verl's Megatron engine.
+        data: the batch.
+        forward_only: the pass has no backward.
+    """
+    config = engine.tf_config
+    has_bias = config.num_moe_experts and getattr(config, "moe_router_enable_expert_bias", False)
+    counts = not forward_only and (has_router_losses(config) or has_bias)
+    return bool(counts) or replays_routes(engine, data)
+
+
+def replays_routes(engine: Any, data: TensorDict) -> bool:
+    """Whether a batch's routes are recorded or given back (R2, R3)."""
+    asked = tu.get_non_tensor_data(data, key="enable_routing_replay", default=False)
+    return bool(engine.enable_routing_replay and asked)
+
+
+@contextlib.contextmanager
+def replaying(engine: Any, data: TensorDict) -> Iterator[None]:
+    """Let verl's forward step give the routes of the samples to the routers, if it shall.
+
+    As `MegatronEngine.forward_backward_batch` does (verl 0.9.1).
+    """
+    if not replays_routes(engine, data):
+        yield
+        return
+    # Patches Megatron's routers when it is imported.
+    from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAction
+
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    try:
+        yield
+    finally:
+        RouterReplay.clear_global_indices()
+        RouterReplay.clear_global_router_replay_action()
+
+
+def has_router_losses(config: Any) -> bool:
+    """Whether MoE routers add balancing or z losses in the backward pass.
+
+    Megatron-Core (0.16.1, 0.19.2) divides them by the number of micro-batches, so that replicas
+    need equal numbers of them for a mean over all.
+    """
+    if not config.num_moe_experts:
+        return False
+    coefficient = config.moe_aux_loss_coeff
+    balances = _balancing(config) != ["none"] and any(
+        coefficient if isinstance(coefficient, list) else [coefficient]
+    )
+    return balances or bool(config.moe_z_loss_coeff)
+
+
+def _balancing(config: Any) -> list[str]:
+    """The kinds of balancing that are switched on."""
+    kinds = config.moe_router_load_balancing_type
+    return kinds if isinstance(kinds, list) else [kinds]
