@@ -20,6 +20,7 @@ EXAMPLES = ROOT / "examples"
 PAGE = (EXAMPLES / "README.md").read_text()
 ON_VERL = re.findall(r"`VERL_\S+ torchrun --nproc-per-node 2 examples/(\w+\.py)`", PAGE)
 HUGGING_FACE = "hugging_face_sft.py"
+MEGATRON = "megatron_sft.py"  # runs in tests/integrations/test_megatron_training_multiproc.py
 README = EXAMPLES.with_name("README.md").read_text()
 ALONE = re.findall(r"`python examples/(\w+\.py)`", PAGE)
 ON_TWO_PROCESSES = re.findall(r"`torchrun --nproc-per-node 2 examples/(\w+\.py)`", PAGE)
@@ -55,6 +56,7 @@ def test_programs_on_two_processes(tmp_path: Path) -> None:
     snippets = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
     has_bridge = importlib.util.find_spec("mbridge") is not None
     names = [name for name in ON_TWO_PROCESSES if has_bridge or name != HUGGING_FACE]
+    names.remove(MEGATRON)
     files = [EXAMPLES / name for name in names]
     for i, snippet in enumerate(snippets):
         files.append(tmp_path / f"readme_{i}.py")
