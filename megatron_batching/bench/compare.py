@@ -47,7 +47,10 @@ def run_comparison(
         lengths, vocab_size=config.model.vocab_size, seed=config.run.seed + 1_000
     )
     fixed_split = plain_plan(
-        lengths, config.layout, config.compare.micro_batch_size, engine.batching.align
+        lengths,
+        config.layout,
+        config.compare.micro_batch_size,
+        engine.batching.alignment(config.layout),
     )
     methods = {
         "plain": (fixed_split, False),

@@ -9,6 +9,9 @@ the sample came from. `balance="none"` moves nothing and sends nothing.
 Trade-off: samples are sent as they are, over the data-parallel group; one rank of a replica
 receives them and passes them on to the others (`copies`), which hold the same. Sending only the
 plan's difference from a previous step would save little: samples are new in each step.
+
+A plan may deal the dp x cp ranks of a stage anew, in runs of another cp: then its replicas are not
+those that hold the samples, and all these ranks exchange them, over a group of their own.
 """
 
 from __future__ import annotations
@@ -66,18 +69,15 @@ def move_samples(
         held: this replica's samples: any picklable objects, with tensors in them or not.
         holdings: who holds what; the same on every rank.
         plan: who runs what.
-        group: data-parallel group; None for a single replica.
-        copies: as for `all_to_all`: this replica's other ranks. Without them each rank receives
-            for itself.
+        group: data-parallel group; None for a single replica. Where the plan deals ranks anew, that
+            of all dp x cp ranks, cp fastest.
+        copies: as for `all_to_all`: this replica's other ranks, or where ranks are dealt anew those
+            that are no others' in the group. Without them each rank receives for itself.
     """
-    runs_on = _runners(plan)
     here = dict(zip(holdings.own, held, strict=True))
-    if plan.num_moved:
-        messages: list[dict[int, T]] = [{} for _ in holdings.counts]
-        for n, sample in here.items():
-            messages[runs_on[n]][n] = sample
-        here = {n: s for m in all_to_all(messages, group, copies) for n, s in m.items()}
-    return dict(sorted(here.items()))
+    holders, runners = len(holdings.counts), len(plan.replicas)
+    owners = dict(enumerate(holdings.owners))
+    return _brought(here, (owners, holders), (_runners(plan), runners), group, copies)
 
 
 def send_home(
@@ -96,12 +96,52 @@ def send_home(
         group: as for `move_samples`; all its ranks must call this.
         copies: as for `move_samples`, of the ranks that call this.
     """
-    if plan.num_moved:
-        messages: list[dict[int, T]] = [{} for _ in holdings.counts]
-        for n, output in outputs.items():
-            messages[holdings.owners[n]][n] = output
-        outputs = {n: o for m in all_to_all(messages, group, copies) for n, o in m.items()}
-    return [outputs[n] for n in holdings.own]
+    holders, runners = len(holdings.counts), len(plan.replicas)
+    owners = dict(enumerate(holdings.owners))
+    own = _brought(dict(outputs), (_runners(plan), runners), (owners, holders), group, copies)
+    return [own[n] for n in holdings.own]
+
+
+def _brought(
+    here: dict[int, T],
+    lies: tuple[Mapping[int, int], int],
+    wanted: tuple[Mapping[int, int], int],
+    group: dist.ProcessGroup | None,
+    copies: Sequence[dist.ProcessGroup],
+) -> dict[int, T]:
+    """What is wanted on this rank, by number, ascending.
+
+    Args:
+        here: what lies here; all ranks of a replica have the same.
+        lies: number -> replica, and how many replicas share the group's ranks among them.
+        wanted: likewise, where it shall be.
+        group: its ranks are dealt in runs, equally long, to either kind of replica.
+        copies: as for `all_to_all`.
+    """
+    (source, num_sources), (target, num_targets) = lies, wanted
+    size = 1 if group is None else dist.get_world_size(group)
+    rank = 0 if group is None else dist.get_rank(group)
+    of_source, of_target = size // num_sources, size // num_targets
+    missing = {n: _ranks_without(source[n], of_source, target[n], of_target) for n in source}
+    if any(missing.values()):
+        messages: list[dict[int, T]] = [{} for _ in range(size)]
+        for n, value in here.items():
+            if rank % of_source == 0:  # one rank speaks for its replica
+                for receiver in missing[n]:
+                    messages[receiver][n] = value
+        arrived = all_to_all(messages, group, copies)
+        here = {**here, **{n: value for message in arrived for n, value in message.items()}}
+    return {n: here[n] for n in sorted(here) if target[n] == rank // of_target}
+
+
+def _ranks_without(source: int, of_source: int, target: int, of_target: int) -> list[int]:
+    """The ranks of replica `target` that replica `source` does not have.
+
+    >>> _ranks_without(0, 1, 0, 2), _ranks_without(0, 2, 1, 1)
+    ([1], [])
+    """
+    ranks = range(target * of_target, (target + 1) * of_target)
+    return [rank for rank in ranks if rank // of_source != source]
 
 
 def _runners(plan: MicroBatchPlan) -> dict[int, int]:
@@ -153,16 +193,20 @@ class ShardedMiniBatch:
         return Counts(tokens_per_sequence=self.tokens_per_sequence)
 
     def moved(
-        self, plan: MicroBatchPlan, copies: Sequence[dist.ProcessGroup] = ()
+        self,
+        plan: MicroBatchPlan,
+        copies: Sequence[dist.ProcessGroup] = (),
+        among: dist.ProcessGroup | None = None,
     ) -> ShardedMiniBatch:
         """The same mini-batch with the samples here that the plan runs here.
 
         Args:
             plan: who runs what.
             copies: as for `move_samples`.
+            among: the group, as for `move_samples`, if it is not that of the mini-batch.
         """
         held = [self.samples[n] for n in self.holdings.own]
-        samples = move_samples(held, self.holdings, plan, self.group, copies)
+        samples = move_samples(held, self.holdings, plan, among or self.group, copies)
         return replace(self, samples=samples)
 
 

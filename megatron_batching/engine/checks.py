@@ -85,6 +85,11 @@ def check_combination(
     check_choice("expert_shares", expert_shares, get_args(ExpertShares))
     if expert_shares == "mini_batch":
         RouterShares(model)
+    if batching.cp is not None and batching.packing == "padded" and model.uses_transformer_engine:
+        raise ValueError(
+            f"batching.cp={batching.cp} with packing=padded: Megatron tells Transformer Engine who "
+            "shares a row of packed samples only; use packing=packed, or leave batching.cp out"
+        )
     if config.mtp_num_layers is None:
         return
     if layout.cp > 1:

@@ -95,25 +95,10 @@ class FSDPEngine(Engine):
         model_type: ModelType = "language_model",
     ) -> None:
         require_types(model=model, placement=placement, batching=batching)
-        layout = placement.layout
-        if layout != Layout(dp=layout.dp):
-            raise ValueError(
-                f"the FSDP engine shards over replicas only, but the layout is "
-                f"{layout.describe()}; use dp alone, or the megatron backend"
-            )
-        if model.precision == "fp16":
-            raise ValueError(
-                "model.precision=fp16: the FSDP engine has no loss scale, which fp16 needs; use "
-                "bf16, or the megatron backend"
-            )
-        if batching.memory_limit is not None:
-            raise ValueError(
-                f"batching.memory_limit={batching.memory_limit}: what ranks hold is not described "
-                "for the FSDP engine; limit tokens, or use the megatron backend"
-            )
+        _check_served(model, placement.layout, batching)
         if cost_model is not None:
             require_types(cost_model=cost_model)
-            cost_model.check_layout(layout)
+            cost_model.check_layout(placement.layout)
         self.placement = placement
         self.batching = batching
         self.cost_model = cost_model
@@ -360,6 +345,30 @@ class FSDPEngine(Engine):
                 sequence_weights=[weights[n] for n in samples],
                 fields=loss.fields,
             )
+
+
+def _check_served(model: ModelConfig, layout: Layout, batching: BatchingOptions) -> None:
+    """Raise ValueError for what this engine does not do."""
+    if layout != Layout(dp=layout.dp):
+        raise ValueError(
+            f"the FSDP engine shards over replicas only, but the layout is "
+            f"{layout.describe()}; use dp alone, or the megatron backend"
+        )
+    if model.precision == "fp16":
+        raise ValueError(
+            "model.precision=fp16: the FSDP engine has no loss scale, which fp16 needs; use "
+            "bf16, or the megatron backend"
+        )
+    if batching.memory_limit is not None:
+        raise ValueError(
+            f"batching.memory_limit={batching.memory_limit}: what ranks hold is not described "
+            "for the FSDP engine; limit tokens, or use the megatron backend"
+        )
+    if batching.cp is not None:
+        raise ValueError(
+            f"batching.cp={batching.cp}: ranks of the FSDP engine share no samples; leave it out, "
+            "or use the megatron backend"
+        )
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

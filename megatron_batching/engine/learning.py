@@ -41,6 +41,9 @@ class _OwnStep:
     end_s: float
 
 
+_Seen = tuple[tuple[int, int], tuple[tuple[Op, float], ...], float]  # (dp, pp rank), ops, end
+
+
 class CostLearner:
     """The costs that one run plans by, learned from its steps; the same on every rank.
 
@@ -95,20 +98,14 @@ class CostLearner:
         self._num_steps = max(WARM_UP, state["num_steps"]) - WARM_UP  # the next one warms up again
 
     def _refit(self) -> None:
-        placement = self._placement
-        speaks = placement.tp_rank == 0 and placement.cp_rank == 0
-        own = (
-            placement.dp_rank,
-            placement.pp_rank,
-            [(step.ops, step.end_s) for step in self._window],
-        )
+        own = [self._seen(step) for step in self._window]
         everyone: list[Any] | None = None
         if dist.get_rank() == 0:
             everyone = [None] * dist.get_world_size()
-        dist.gather_object(own if speaks else None, everyone)
+        dist.gather_object(own, everyone)
         answer: list[Any] = [None]
         if everyone is not None:
-            answer = [refit(self.model, self._joined([of for of in everyone if of is not None]))]
+            answer = [refit(self.model, self._joined(everyone))]
         dist.broadcast_object_list(answer)
         self.last_refit = found = answer[0]
         if found.model is not None:
@@ -116,16 +113,26 @@ class CostLearner:
         if dist.get_rank() == 0:
             self._tell(found)
 
-    def _joined(self, ranks: Sequence[tuple[int, int, Any]]) -> list[MeasuredStep]:
+    def _seen(self, step: _OwnStep) -> _Seen | None:
+        """A step as this rank tells of it; None where another rank of its replica does."""
+        placement = self._placement.dealt(step.plan.layout.cp)
+        if placement.tp_rank or placement.cp_rank:
+            return None
+        return (placement.dp_rank, placement.pp_rank), step.ops, step.end_s
+
+    def _joined(self, ranks: Sequence[Sequence[_Seen | None]]) -> list[MeasuredStep]:
         """The window's steps over all ranks."""
-        return [
-            MeasuredStep(
-                plan=step.plan,
-                op_seconds={(dp_rank, pp_rank): of[i][0] for dp_rank, pp_rank, of in ranks},
-                span_s=max(of[i][1] for _, _, of in ranks),
+        joined = []
+        for i, step in enumerate(self._window):
+            told = [seen for of in ranks if (seen := of[i]) is not None]
+            joined.append(
+                MeasuredStep(
+                    plan=step.plan,
+                    op_seconds={rank: ops for rank, ops, _ in told},
+                    span_s=max(end_s for *_, end_s in told),
+                )
             )
-            for i, step in enumerate(self._window)
-        ]
+        return joined
 
     def _tell(self, found: Refit) -> None:
         if found.model is None:

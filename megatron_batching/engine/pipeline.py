@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megatron_batching.data import ShardedMiniBatch, restore_order, send_home
+from megatron_batching.data import ShardedMiniBatch
 from megatron_batching.data.buckets import bucket_widths_of
 from megatron_batching.engine.checks import (
     ExpertShares,
@@ -32,6 +32,7 @@ from megatron_batching.engine.costs import default_cost_model, starting_costs
 from megatron_batching.engine.deferring import deferred_batching
 from megatron_batching.engine.learning import CostLearner, GivenCosts, check_cost_model
 from megatron_batching.engine.memory import memory_models
+from megatron_batching.engine.outputs import Collected
 from megatron_batching.engine.registry import ModelType
 from megatron_batching.engine.report import StepReport, TokenOutputs
 from megatron_batching.engine.step import Collect, FinishedStep, StepSettings, prepare_step
@@ -48,6 +49,7 @@ from megatron_batching.megatron.adopt import check_for_engine
 from megatron_batching.megatron.agreement import require_agreement
 from megatron_batching.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megatron_batching.megatron.config import ModelConfig, OptimizerSettings, aligned_batching
+from megatron_batching.megatron.dealing import Dealer
 from megatron_batching.megatron.export import whole_parameters
 from megatron_batching.megatron.model import PipelineModel, build_model
 from megatron_batching.megatron.optimizer import (
@@ -58,7 +60,7 @@ from megatron_batching.megatron.optimizer import (
     take_optimizer,
     training_settings,
 )
-from megatron_batching.megatron.parallel import Placement, replica_groups
+from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.recorder import MessageLog, clock_reading
 from megatron_batching.plan import BatchingOptions, CostModel, MicroBatchPlan, plan_mini_batch
 from megatron_batching.plan.memory_limit import check_memory
@@ -71,8 +73,8 @@ class PipelineEngine(Engine):
     Args:
         model: shape and numerics of the GPT, or the chunks themselves.
         placement: where this process stands, from `megatron_batching.megatron.initialize`.
-        batching: how mini-batches are cut; `align` is raised to what the model's rows need, see
-            `aligned_batching`.
+        batching: how mini-batches are cut, and which cp plans may choose; `align_per_gpu` is raised
+            to what the model's rows need, see `aligned_batching`.
         infer_batching: how they are cut for passes without backward, which hold less memory;
             as for training if not given.
         cost_model: times to plan by, such as `calibrate` measures; "auto" starts from FLOP and
@@ -163,9 +165,13 @@ class PipelineEngine(Engine):
         self._take_cost_model()
         self.batching = deferred_batching(self._aligned(self.batching), model, self._deferring)
         self.infer_batching = self._aligned(self.infer_batching)
-        self.bucket_widths = bucket_widths_of(
-            self.batching, self.placement.layout, self._shape_buckets
-        )
+        self.dealer = Dealer(model, self._cp_sizes(self.batching, self.infer_batching))
+        self.bucket_widths = {
+            cp: bucket_widths_of(
+                self.batching, self.placement.dealt(cp).layout, self._shape_buckets
+            )
+            for cp in self.dealer.sizes
+        }
         check_for_engine(model, self.batching)
         with model.in_place():
             check_combination(model, self.batching, self.objective, self.expert_shares)
@@ -371,41 +377,25 @@ class PipelineEngine(Engine):
         self, mini_batch: AnyMiniBatch, plan: MicroBatchPlan | None, objective: Objective
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """What the model gives for each sample (log-probabilities or values), and entropies."""
-        outputs: list[list[Tensor]] = []
-        entropies: list[list[Tensor]] = []
-
-        def collect(outputs_of: list[Tensor], entropies_of: list[Tensor] | None) -> None:
-            outputs.append(outputs_of)
-            entropies.append(entropies_of or [])
-
+        collected = Collected()
         finished = self._run(
-            mini_batch, plan, forward_only=True, objective=objective, collect=collect
+            mini_batch, plan, forward_only=True, objective=objective, collect=collected.add
         )
-        plan = finished.prepared.plan
         if self.messages is not None:
             finished.events()
         if not self.placement.is_last_stage:
             return {}, {}
-        self._join_context_parallel([*outputs, *entropies])
-        samples = [m.samples for m in plan.replicas[self.placement.dp_rank].micro_batches]
-
-        def at_home(found: dict[int, Tensor]) -> dict[int, Tensor]:
-            if not isinstance(mini_batch, ShardedMiniBatch):
-                return found
-            holdings = mini_batch.holdings
-            group, copies = mini_batch.group, replica_groups(of_stage=True)
-            own = send_home(found, holdings, plan, group, copies)
-            return dict(zip(holdings.own, own, strict=True))
-
-        found = at_home(restore_order(samples, outputs))
-        if not objective.needs_entropy:
-            return found, {}
-        return found, at_home(restore_order(samples, entropies))
+        return collected.by_sample(finished.prepared)
 
     @contextlib.contextmanager
     def batched_by(self, options: BatchingOptions) -> Iterator[None]:
         """Take plans of other options than the engine's, to compare ways of cutting."""
         before = self.batching
+        if not set(self._cp_sizes(options)) <= set(self.dealer.sizes):
+            raise ValueError(
+                f"cp={options.cp}: this engine has groups for cp {self.dealer.sizes}; name all "
+                "that you compare in the options that it is built with"
+            )
         self.batching = deferred_batching(self._aligned(options), self.model, self._deferring)
         check_combination(self.model, self.batching, self.objective, self.expert_shares)
         try:
@@ -415,6 +405,10 @@ class PipelineEngine(Engine):
 
     def _aligned(self, options: BatchingOptions) -> BatchingOptions:
         return aligned_batching(options, self.placement.layout, vars(self.model.config))
+
+    def _cp_sizes(self, *options: BatchingOptions) -> tuple[int, ...]:
+        """The cp that plans of such options may have."""
+        return tuple(sorted({cp for of in options for cp in of.cp_sizes(self.placement.layout)}))
 
     def _require_no_failed_step(self) -> None:
         if self._failure is not None:
@@ -428,6 +422,7 @@ class PipelineEngine(Engine):
         """What is the same for all steps."""
         return StepSettings(
             model=self.model,
+            dealer=self.dealer,
             aggregation=self.aggregation,
             bucket_widths=self.bucket_widths,
             check_shapes=self.check_shapes,
@@ -454,7 +449,8 @@ class PipelineEngine(Engine):
                 return self.plan(mini_batch, forward_only=forward_only)
             # What holds in training holds without a backward pass, too.
             allowed = [*([self.infer_batching] if forward_only else []), self.batching]
-            check_plan(given, mini_batch, layout=self.placement.layout, allowed=allowed)
+            own, sizes = self.placement.layout, self.dealer.sizes
+            check_plan(given, mini_batch, layout=own, allowed=allowed, cp_sizes=sizes)
             options, held = allowed[0], self.memory_models[forward_only]
             check_memory(given, options, held, forward_only=forward_only)
             return given
@@ -488,13 +484,3 @@ class PipelineEngine(Engine):
         except Exception as error:
             self._failure = error
             raise
-
-    def _join_context_parallel(self, pieces: list[list[Tensor]]) -> None:
-        """Add up, in place, what each cp rank holds of every sample."""
-        flat = [x for of_micro_batch in pieces for x in of_micro_batch]
-        if self.placement.layout.cp == 1 or not flat:
-            return
-        whole = torch.cat(flat)
-        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
-        for x, joined in zip(flat, whole.split([x.numel() for x in flat]), strict=True):
-            x.copy_(joined)

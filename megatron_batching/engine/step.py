@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,8 +32,8 @@ from megatron_batching.loss import (
     check_regime,
 )
 from megatron_batching.megatron.auxiliary import RouterShares, fit_loss_logs, routers_prepared
+from megatron_batching.megatron.dealing import Deal, Dealer
 from megatron_batching.megatron.model import PipelineModel
-from megatron_batching.megatron.parallel import replica_groups
 from megatron_batching.megatron.recorder import MessageLog, StepRecorder
 from megatron_batching.megatron.world import begin_step
 from megatron_batching.plan import MicroBatchPlan
@@ -48,16 +48,18 @@ class StepSettings:
 
     Attributes:
         model: this rank's chunks.
+        dealer: who may share each sample.
         aggregation: from per-token losses to L.
-        bucket_widths: pad packed rows up to one of these.
+        bucket_widths: cp -> pad packed rows up to one of these.
         check_shapes: exchange planned shapes all the same, and compare.
         expert_shares: "micro_batch" or "mini_batch", see `RouterShares`.
         messages: gets the messages of each step; none are noted without it.
     """
 
     model: PipelineModel
+    dealer: Dealer
     aggregation: Aggregation
-    bucket_widths: tuple[int, ...]
+    bucket_widths: Mapping[int, tuple[int, ...]]
     check_shapes: bool
     expert_shares: ExpertShares
     messages: MessageLog | None
@@ -69,6 +71,8 @@ class PreparedStep:
 
     Attributes:
         settings: the engine's.
+        deal: who shares each sample.
+        model: this rank's chunks, placed accordingly.
         mini_batch: the samples; of a sharded one those that this replica runs.
         plan: how they are cut.
         loss: what each micro-batch's loss needs of the mini-batch.
@@ -77,6 +81,8 @@ class PreparedStep:
     """
 
     settings: StepSettings
+    deal: Deal
+    model: PipelineModel
     mini_batch: AnyMiniBatch
     plan: MicroBatchPlan
     loss: StepLoss
@@ -85,13 +91,14 @@ class PreparedStep:
 
     def run(self) -> FinishedStep:
         """Run this replica's micro-batches; gradients are in place afterwards."""
-        on_gpu = self.settings.model.placement.device.type == "cuda"
+        on_gpu = self.model.placement.device.type == "cuda"
         recorder = StepRecorder(on_gpu=on_gpu, messages=self.settings.messages)
         start = recorder.now()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(routers_prepared(self.settings.model))
+            stack.enter_context(self.deal.in_use(self.model))
+            stack.enter_context(routers_prepared(self.model))
             if self.settings.expert_shares == "mini_batch" and not self.forward_only:
-                shares = RouterShares(self.settings.model)
+                shares = RouterShares(self.model)
                 with shares.counting(), torch.no_grad():
                     self._run_schedule(None, forward_only=True)
                 stack.enter_context(shares.in_use())
@@ -109,7 +116,7 @@ class PreparedStep:
 
     def _run_schedule(self, recorder: StepRecorder | None, *, forward_only: bool) -> list[Any]:
         return run_replica(
-            self.settings.model,
+            self.model,
             self.plan,
             build=self.builder(),
             shapes=self._shapes,
@@ -122,8 +129,8 @@ class PreparedStep:
 
     @cached_property
     def _shapes(self) -> list[tuple[int, int]]:
-        dp_rank = self.settings.model.placement.dp_rank
-        return bucketed_shapes(self.plan, dp_rank, self.settings.bucket_widths)
+        widths = self.settings.bucket_widths[self.plan.layout.cp]
+        return bucketed_shapes(self.plan, self.model.placement.dp_rank, widths)
 
     @cached_property
     def _sequence_weights(self) -> list[float]:
@@ -132,8 +139,8 @@ class PreparedStep:
     def builder(self) -> Callable[[int], Batch]:
         """What makes the tensors of micro-batch i of this replica."""
         widths = [width for _, width in self._shapes]
-        placement = self.settings.model.placement
-        layout = placement.layout
+        placement = self.model.placement
+        cp, cp_rank = placement.layout.cp, placement.cp_rank
         weights = self._sequence_weights
         micro_batches = self.plan.replicas[placement.dp_rank].micro_batches
 
@@ -148,9 +155,7 @@ class PreparedStep:
                 fields=self.loss.fields,
                 width=widths[i],
             )
-            if layout.cp == 1:
-                return batch
-            return batch.context_parallel_share(layout.cp, placement.cp_rank)
+            return batch if cp == 1 else batch.context_parallel_share(cp, cp_rank)
 
         return build
 
@@ -193,7 +198,7 @@ class FinishedStep:
         first, last = (self.start, self.end) if since is None else (since, self.recorder.now())
         events = self.events()
         elapsed_s = self.recorder.seconds(first, last)
-        step, placement = self.prepared, self.prepared.settings.model.placement
+        step, placement = self.prepared, self.prepared.model.placement
         metrics, everyone = step.loss.numbers(
             self.rows, (events[-1].end_s, self.recorder.busy_s, elapsed_s)
         )
@@ -216,7 +221,7 @@ class FinishedStep:
         return recorded_events(
             self.recorder,
             step.plan,
-            step.settings.model.placement,
+            step.model.placement,
             self.origin,
             forward_only=step.forward_only,
         )
@@ -255,13 +260,17 @@ def prepare_step(
         kind=f"forward_only={forward_only}, objective={objective}",
         device=settings.model.placement.device,
     )
+    deal = settings.dealer.deal(plan.layout.cp)
     if isinstance(mini_batch, ShardedMiniBatch):
-        mini_batch = mini_batch.moved(plan, replica_groups())
+        group, copies = deal.exchange(mini_batch.group)
+        mini_batch = mini_batch.moved(plan, copies, group)
     return PreparedStep(
         settings=settings,
+        deal=deal,
+        model=replace(settings.model, placement=deal.placement),
         mini_batch=mini_batch,
         plan=plan,
-        loss=_step_loss(settings, mini_batch, plan, counts, objective, collect),
+        loss=_step_loss(settings, deal, mini_batch, plan, counts, objective, collect),
         forward_only=forward_only,
         planned_shapes=planned_shapes,
     )
@@ -269,6 +278,7 @@ def prepare_step(
 
 def _step_loss(
     settings: StepSettings,
+    deal: Deal,
     mini_batch: AnyMiniBatch,
     plan: MicroBatchPlan,
     counts: Counts,
@@ -291,9 +301,11 @@ def _step_loss(
         objective=objective,
         aggregation=settings.aggregation,
         counts=counts,
+        deal=deal,
         scaling=LossScaling(
             per_token=per_token,
-            num_micro_batches=plan.replicas[model.placement.dp_rank].num_micro_batches,
+            num_micro_batches=plan.replicas[deal.placement.dp_rank].num_micro_batches,
+            # Of the run: schedule and DDP know no other, however the step is dealt.
             dp=layout.dp,
             cp=layout.cp,
             num_tokens=sum(mini_batch.lengths),

@@ -25,6 +25,7 @@ from megatron_batching.loss import Counts
 from megatron_batching.megatron.agreement import require_agreement
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.plan import BatchingOptions, Layout, MicroBatchPlan
+from megatron_batching.plan.items import owners_over
 from megatron_batching.schedules.files import one_line, shortened
 
 AnyMiniBatch = MiniBatch | ShardedMiniBatch
@@ -247,6 +248,7 @@ def check_plan(
     *,
     layout: Layout,
     allowed: Sequence[BatchingOptions],
+    cp_sizes: Sequence[int] = (),
 ) -> None:
     """Raise ValueError unless a plan that a caller brought fits its mini-batch and the engine.
 
@@ -256,9 +258,13 @@ def check_plan(
         layout: the engine's.
         allowed: the engine's options; keeping one of them is enough. The first names what is
             wrong.
+        cp_sizes: in which the engine's dp x cp ranks can be dealt anew.
     """
     require_plan(plan)
     _check_lengths(plan.lengths, mini_batch.lengths)
+    own, cp = layout, plan.layout.cp
+    if cp in cp_sizes:
+        layout = replace(own, dp=own.dp * own.cp // cp, cp=cp)
     check_plan_layout(plan, layout)
     problems = [_problem(plan, layout, options) for options in allowed]
     if all(problems):
@@ -268,7 +274,8 @@ def check_plan(
         )
     if not isinstance(mini_batch, ShardedMiniBatch):
         return
-    for row, (planned, real) in enumerate(zip(plan.owners, mini_batch.owners, strict=True)):
+    owners = mini_batch.owners if cp == own.cp else owners_over(mini_batch.owners, own, cp)
+    for row, (planned, real) in enumerate(zip(plan.owners, owners, strict=True)):
         if planned != real:
             raise ValueError(
                 f"the plan is of another mini-batch: sample {row} lies on dp rank {real}, the plan "

@@ -40,6 +40,7 @@ from megatron_batching.loss.metrics import (
 )
 from megatron_batching.megatron import auxiliary
 from megatron_batching.megatron.collectives import gather_into
+from megatron_batching.megatron.dealing import Deal
 from megatron_batching.megatron.model import (
     PipelineModel,
     keeps_dtype_on_request,
@@ -64,6 +65,7 @@ class StepLoss:
         aggregation: from per-token losses to L.
         counts: of the global mini-batch.
         scaling: from a share of L to what Megatron undoes.
+        deal: who shares each sample.
         mtp_tokens: what the first MTP layer averages over, in the global mini-batch.
         collect: receives each micro-batch's (log-probabilities, entropy or None), each a list of
             one [n] tensor a sample, instead of a loss being computed.
@@ -74,6 +76,7 @@ class StepLoss:
     aggregation: Aggregation
     counts: Counts
     scaling: LossScaling
+    deal: Deal | None = None
     mtp_tokens: float = 0.0
     collect: Callable[[list[Tensor], list[Tensor] | None], None] | None = None
 
@@ -104,7 +107,9 @@ class StepLoss:
             mask = batch.key_distances if is_share else batch.attention_mask
             arguments["attention_mask"] = mask
         if batch.packing == "packed" and (is_share or not is_local):
-            arguments["packed_seq_params"] = packed_parameters(batch)
+            arguments["packed_seq_params"] = packed_parameters(
+                batch, None if is_local else self.deal
+            )
         if config.num_moe_experts is not None:
             arguments["padding_mask"] = self._held(self._padding_mask(batch), chunk)
         mtp_tokens = 0.0
@@ -263,15 +268,24 @@ def _pieces(batch: Batch, values: Tensor) -> list[Tensor]:
     return [torch.cat([x.new_zeros(1), x[:-1]]) for x in pieces]
 
 
-def packed_parameters(batch: Batch) -> PackedSeqParams:
+def packed_parameters(batch: Batch, deal: Deal | None = None) -> PackedSeqParams:
     """What Transformer Engine needs to know of packed rows, without a look at the device.
 
     Where rows are shared, rotary positions of local layers start anew with each sample by it, too.
+
+    Args:
+        batch: this rank's part of a micro-batch.
+        deal: who shares it, where plans choose that; by default those of the layout.
     """
+    sharing: dict[str, Any] = {}
+    if deal is not None and deal.is_choice:
+        # Without a group a size of 1 switches sharing off (0.16.1, 0.19.2).
+        sharing = {"local_cp_size": batch.cp, "cp_group": deal.cp_group if batch.cp > 1 else None}
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
+        **sharing,
     )

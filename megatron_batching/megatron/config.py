@@ -180,7 +180,7 @@ def stages_of(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
 def aligned_batching(
     batching: BatchingOptions, layout: Layout, transformer: Mapping[str, Any]
 ) -> BatchingOptions:
-    """The options with `align` raised to what the model's rows need.
+    """The options with `align_per_gpu` raised to what the model's rows need.
 
     Sequence parallelism cuts each context-parallel rank's share of a row into tp equal pieces;
     low-precision matrix products take multiples of 16 tokens in fp8, 32 in mxfp8 and 128 in fp4
@@ -192,8 +192,8 @@ def aligned_batching(
         layout: sizes of the run.
         transformer: fields of TransformerConfig by name; those that are missing are off.
 
-    >>> options = BatchingOptions(micro_batch_size=1, align=3)
-    >>> aligned_batching(options, Layout(tp=4, cp=2), {"sequence_parallel": True}).align
+    >>> options, layout = BatchingOptions(micro_batch_size=1, align=3), Layout(tp=4, cp=2)
+    >>> aligned_batching(options, layout, {"sequence_parallel": True}).alignment(layout)
     24
     """
     multiple = 1
@@ -205,7 +205,7 @@ def aligned_batching(
         multiple *= layout.tp
     if multiple == 1:
         return batching
-    return replace(batching, align=lcm(batching.align, multiple * layout.cp))
+    return replace(batching, align_per_gpu=lcm(batching.align_per_gpu, multiple))
 
 
 def world_size_from_environment() -> int:

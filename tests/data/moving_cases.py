@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron_batching.data import Holdings, all_to_all, move_samples, send_home
 from megatron_batching.megatron.parallel import initialize, replica_groups
 from megatron_batching.plan import BatchingOptions, Layout, plan_mini_batch
+from megatron_batching.plan.items import owners_over
 from megatron_batching.plan.options import Balance
 
 
@@ -73,6 +74,32 @@ def there_and_back(dp: int, shards: list[list[int]], balance: Balance) -> int:
     for n, output in zip(shards[placement.dp_rank], home, strict=True):
         assert torch.equal(output, 2 * torch.arange(n))
     return plan.num_moved
+
+
+def dealt_anew(layout: dict[str, int], shards: list[list[int]], cp: int) -> None:
+    """The same where the plan deals the dp x cp ranks anew: cp of them share each sample."""
+    placement = initialize(Layout(**layout), device="cpu")
+    step = placement.dealt(cp)
+    holdings = Holdings(counts=tuple(map(len, shards)), rank=placement.dp_rank)
+    lengths = [n for shard in shards for n in shard]
+    plan = plan_mini_batch(
+        lengths,
+        step.layout,
+        BatchingOptions(max_tokens_per_micro_batch=128),
+        owners=owners_over(holdings.owners, placement.layout, cp),
+    )
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    copies = (parallel_state.get_tensor_model_parallel_group(),)
+    held = [sample(n) for n in shards[placement.dp_rank]]
+    here = move_samples(held, holdings, plan, group, copies)
+    micro_batches = plan.replicas[step.dp_rank].micro_batches
+    assert sorted(here) == sorted(n for m in micro_batches for n in m.samples)
+    for n, moved in here.items():
+        assert_same(moved, lengths[n])
+    outputs = {n: 2 * moved["ids"] for n, moved in here.items()}
+    home = send_home(outputs, holdings, plan, group, copies)
+    for n, output in zip(shards[placement.dp_rank], home, strict=True):
+        assert torch.equal(output, 2 * torch.arange(n))
 
 
 def bytes_between(layout: dict[str, int], *, passes_on: bool) -> dict[str, int]:

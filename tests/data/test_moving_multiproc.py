@@ -7,6 +7,8 @@ Command: pytest tests/data/test_moving_multiproc.py
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from megatron_batching.data.all_to_all import message_device
@@ -31,6 +33,24 @@ def test_there_and_back(pools: Pools, shards: list[list[int]], balance: Balance)
     assert moved[0] == moved[1]
     if balance == "none":
         assert moved[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "shards", "cp"),
+    [
+        ({"dp": 2}, [[90, 80, 70], [5, 6, 7]], 2),
+        ({"cp": 2}, [[90, 80, 5, 6, 7]], 1),
+        ({"dp": 2, "cp": 2}, [[90, 80], [5, 6, 7]], 1),
+        ({"dp": 2, "cp": 2}, [[90, 80, 5], []], 4),
+        ({"dp": 2, "tp": 2}, [[90, 80], [5, 6, 7]], 2),
+    ],
+    ids=["merged", "split", "split in two", "merged into one", "with copies"],
+)
+def test_there_and_back_where_ranks_are_dealt_anew(
+    pools: Pools, layout: dict[str, int], shards: list[list[int]], cp: int
+) -> None:
+    world_size = math.prod(layout.values())
+    pools[world_size].run(moving_cases.dealt_anew, layout=layout, shards=shards, cp=cp)
 
 
 @pytest.mark.parametrize(

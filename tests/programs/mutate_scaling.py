@@ -30,6 +30,7 @@ SHARES = "megatron_batching/megatron/auxiliary.py"
 EXPERTS = "megatron_batching/megatron/experts.py"
 ACCUMULATION = "megatron_batching/megatron/accumulation.py"
 OPTIMIZER = "megatron_batching/megatron/optimizer.py"
+ATTENTION = "megatron_batching/megatron/local_attention.py"
 WEIGHTS = "megatron_batching/megatron/weight_gradients.py"
 SCALING_TESTS = (
     "tests/loss/test_loss_multiproc.py",
@@ -73,6 +74,11 @@ MUTANTS = {
     "N of a sequence": (AGGREGATION, "return [weight / n if n > 0", "return [weight if n > 0"),
     "constant norm": (AGGREGATION, "weight /= self.norm", "weight *= self.norm"),
     "cp pieces": (COLLATE, "cut[2 * cp - 1 - cp_rank]", "cut[2 * cp - 2 - cp_rank]"),
+    "keys of other ranks": (
+        ATTENTION,
+        "return scatter_sum(gradients[0].reshape(-1), ctx.group), None",
+        "return gradients[0][ctx.group.rank()], None",
+    ),
     "MoE weight": (
         STEP,
         "sum(n for _, _, n in batch.slots) / self.scaling.num_tokens",
