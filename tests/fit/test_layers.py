@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_batching.bench.train_config import load_config
-from megatron_batching.fit import LayerSplit, split_layers
+from megatron_batching.fit import LayerSplit, ModelSizes, split_layers
 from megatron_batching.megatron.config import ModelConfig, stages_of
 from megatron_batching.plan import (
     BatchingOptions,
@@ -33,6 +33,7 @@ from megatron_batching.plan.stages import (
     split_options,
     stages_of_layers,
 )
+from megatron_batching.studies.large_vocabulary import MeasuredCosts
 
 CAP = 16_384
 CLOSE = 1.005  # of the best split there is
@@ -147,6 +148,25 @@ def test_what_is_not_allowed_is_not_chosen() -> None:
         split_layers(costs, lengths, options, allowed=lambda stages: False)
     with pytest.raises(ValueError, match="mini_batches is empty"):
         split_layers(costs, [], options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "error"),
+    [(Layout(pp=4), 1e-9), (Layout(pp=2, vpp=2), 1e-9), (Layout(pp=2), 0.06)],
+)
+def test_costs_of_every_split_follow_from_those_of_equal_stages(
+    layout: Layout, error: float
+) -> None:
+    """With two stages the embedding, which is 0.2 of so narrow a layer, counts as part of four."""
+    model = ModelConfig(num_layers=8, hidden_size=64, num_attention_heads=4, vocab_size=3000)
+    sizes = ModelSizes.from_model(model)
+    costs = StageCosts(sizes, layout, vocab_size=3000)
+    found = MeasuredCosts(costs.model(pipeline_stages(sizes, layout)), sizes, layout)
+    layers = [3, *[2] * (layout.num_virtual_stages - 1)]
+    stages = stages_of_layers([*layers[:-1], 8 - sum(layers[:-1])])
+    for kind in ("forward", "backward", "weight_gradient"):
+        expected, got = (getattr(of.model(stages), kind) for of in (costs, found))
+        assert got == pytest.approx(expected, rel=error)
 
 
 def test_a_config_leaves_the_split_to_the_search(tmp_path: Path) -> None:
