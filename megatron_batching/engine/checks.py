@@ -39,11 +39,6 @@ def require_types(**arguments: object) -> None:
         if not isinstance(value, _TYPES[name]):
             wanted = " or ".join(kind.__name__ for kind in _TYPES[name])
             raise ValueError(f"{name}={shortened(value)} must be a {wanted}")
-        if isinstance(value, BatchingOptions) and value.cp is not None:
-            raise ValueError(
-                f"{name}.cp={value.cp}: engines run all steps at the layout's cp; leave it out, or "
-                "plan with it and run each plan on an engine of its layout"
-            )
         if isinstance(value, BatchingOptions) and value.context_layout != "zigzag":
             raise ValueError(
                 f"context_layout={value.context_layout!r} in {name}: this package's engines give "
