@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,11 +70,17 @@ def report_numbers() -> None:
     workers = sys.modules.get("verl.workers.engine_workers")
     if workers is None:  # somebody else's driver, which gets the lists
         return
-    # verl 0.9.1 puts a worker's report together here and nowhere public.
-    plain = workers.TrainingWorker._postprocess_output
-    if getattr(plain, "reports_plans", False):
-        return
+    # Ray gives the class of an actor copies of the methods that it inherits.
+    classes = [workers.TrainingWorker]
+    for cls in classes:
+        classes += cls.__subclasses__()
+        # verl 0.9.1's workers put their reports together here and nowhere public.
+        plain = vars(cls).get("_postprocess_output")
+        if plain is not None and not getattr(plain, "reports_plans", False):
+            cls._postprocess_output = _with_numbers(plain)
 
+
+def _with_numbers(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = plain(self, *args, **kwargs)
@@ -84,8 +90,7 @@ def report_numbers() -> None:
         return tu.assign_non_tensor(output, metrics=metrics)
 
     postprocess.reports_plans = True  # type: ignore[attr-defined]
-    # The same private name of verl 0.9.1.
-    workers.TrainingWorker._postprocess_output = postprocess
+    return postprocess
 
 
 def seconds_of_replica(start: Any, placement: Placement) -> float:

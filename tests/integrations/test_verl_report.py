@@ -49,11 +49,17 @@ def test_workers_report_numbers_where_verl_lists_replicas(monkeypatch: pytest.Mo
             metrics = {name: [value, value] for name, value in output["metrics"].items()}
             return tu.get_tensordict({}, {"metrics": metrics})
 
+    class Actor(TrainingWorker):
+        """As Ray makes it of a worker."""
+
+        _postprocess_output = TrainingWorker._postprocess_output
+
     name = "verl.workers.engine_workers"
     monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(TrainingWorker=TrainingWorker))  # type: ignore[arg-type]
     for _ in range(2):
         report_numbers()
-    output = TrainingWorker()._postprocess_output({"metrics": {"plan/tokens": [7.0], "kl": [1.0]}})
-    assert tu.get(output, "metrics") == {"plan/tokens": 7.0, "kl": [[1.0], [1.0]]}
+    for worker in (TrainingWorker(), Actor()):
+        output = worker._postprocess_output({"metrics": {"plan/tokens": [7.0], "kl": [1.0]}})
+        assert tu.get(output, "metrics") == {"plan/tokens": 7.0, "kl": [[1.0], [1.0]]}
     monkeypatch.delitem(sys.modules, name)
     report_numbers()

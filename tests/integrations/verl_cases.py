@@ -208,6 +208,8 @@ def _copied_counts(*engines: Any) -> Iterator[None]:
 
 def _run(engine: Any, data: Any, loss: Any, *, forward_only: bool) -> dict[str, Any]:
     """One pass, and all that can be read off afterwards."""
+    from verl.utils import tensordict_utils as tu
+
     reports: list[tuple[float, dict[str, Any]]] = []
 
     def recorded(loss: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
@@ -231,7 +233,7 @@ def _run(engine: Any, data: Any, loss: Any, *, forward_only: bool) -> dict[str, 
                 for i, chunk in enumerate(engine.module)
                 for name, parameter in chunk.named_parameters()
             }
-    counted = data.get("num_micro_batch")
+    counted = tu.get_non_tensor_data(data, key="num_micro_batch", default=None)
     return {"output": output, "gradients": gradients, "reports": reports, "counted": counted}
 
 
