@@ -39,7 +39,7 @@ from megatron_batching.program import INTERRUPTED, leave, run
 from megatron_batching.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_batching.plan import Layout, MicroBatchPlan
+    from megatron_batching.plan import CostModel, Layout, MicroBatchPlan
     from megatron_batching.plan.memory import MemoryModel
 
 app = typer.Typer(
@@ -321,7 +321,7 @@ def _plan(lengths: str, options: PlanOptions, **more: Any) -> MicroBatchPlan:
         chosen = BatchingOptions(**batching)
     model = load_cost_model(options.cost, layout) if options.cost else None
     with naming(named):
-        memory = _memory_of(options.model, layout)
+        memory = _memory_of(options.model, layout, model)
         return plan_mini_batch(values, layout, chosen, cost_model=model, memory_model=memory)
 
 
@@ -337,14 +337,18 @@ def _limit_of(options: PlanOptions) -> int | None:
     return None if options.memory_limit is None else as_bytes(options.memory_limit)
 
 
-def _memory_of(model: Path | None, layout: Layout) -> MemoryModel | None:
-    """What ranks hold of the model in a file, trained as `TrainingMemory` takes it by default."""
+def _memory_of(model: Path | None, layout: Layout, costs: CostModel | None) -> MemoryModel | None:
+    """What ranks hold of the model in a file, trained as `TrainingMemory` takes it by default.
+
+    Micro-batches hold as many times what is foretold as the costs know.
+    """
     if model is None:
         return None
     from megatron_batching.fit import TrainingMemory, memory_model, read_model_sizes
     from megatron_batching.fit.memory import PLANNED_MARGIN
 
-    training = TrainingMemory(margin=PLANNED_MARGIN)
+    factor = 1.0 if costs is None else costs.memory_factor or 1.0
+    training = TrainingMemory(margin=PLANNED_MARGIN, factor=factor)
     return memory_model(read_model_sizes(model), layout, training)
 
 

@@ -171,19 +171,23 @@ def _tune_model(
     """With a model; `asked` are fields of TuneRequest, and the cost file."""
     from megatron_batching.bench.tune import measured_speed, model_sizes, run_tune
     from megatron_batching.bench.tune_verl import read_verl_job, run_tune_verl
+    from megatron_batching.fit import TrainingMemory
     from megatron_batching.fit.choose import TuneRequest
     from megatron_batching.fit.gpus import gpu_named
     from megatron_batching.plan import read_lengths
+    from megatron_batching.plan.cost import read_cost_model
 
     kind = None if gpu is None else gpu_named(gpu)
     job = None if from_verl is None else read_verl_job(from_verl)
     model, asked["gpus"] = _model_and_gpus(job, model, asked["gpus"], png)
     if kind is None:
         raise ValueError("--gpu is missing: name the kind of the GPUs, such as --gpu h100")
-    asked |= {} if job is None else {"training": job.training}
-    cost = asked.pop("cost")
-    speed = None if cost is None else measured_speed(cost, kind)
-    request = TuneRequest(gpu=kind, machine=speed, **asked)
+    training = TrainingMemory() if job is None else job.training
+    cost, speed = asked.pop("cost"), None
+    if cost is not None:
+        speed = measured_speed(cost, kind)
+        training = replace(training, factor=read_cost_model(cost).memory_factor or 1.0)
+    request = TuneRequest(gpu=kind, machine=speed, training=training, **asked)
     drawn, sizes = read_lengths(lengths), model_sizes(model)
     if job is None:
         run_tune(drawn, sizes, request, png=png, as_json=as_json)

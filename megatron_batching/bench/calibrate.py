@@ -4,7 +4,8 @@ Micro-batches of a spread of sizes, of one long sample and of several short ones
 real schedule and are recorded; the cost model is fitted to the recorded ops. Timing each stage by
 itself would be cleaner and would miss what ranks do to each other when they share memory, links or
 cores. Where a pipeline can put weight gradients off, each runs right after what is left of its
-backward, so that the two are timed apart. Then planned mini-batches that took no part in the fit
+backward, so that the two are timed apart. One more such step tells what ranks hold, over what is
+foretold of it. Then planned mini-batches that took no part in the fit
 are measured against their prediction: a cost file that misses them says so. Recordings of other
 runs are fitted the same way.
 """
@@ -37,6 +38,7 @@ from megatron_batching.schedules.files import check_file, read_json
 
 if TYPE_CHECKING:
     from megatron_batching.bench.compute import GptCompute
+    from megatron_batching.bench.measured_memory import StepBytes
     from megatron_batching.bench.methods import Method
     from megatron_batching.engine.pipeline import PipelineEngine
 
@@ -127,9 +129,10 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
     check_memory(config.model, layout, [trace.max_tokens], placement.device)
     on_rank_zero(lambda: check_file(output, "--output"))
     engine = build_engine(config, placement)
-    found, after_s = _record_ladder(engine, config)
+    found, after_s, memory = _record_ladder(engine, config)
+    console.print(memory.describe(), soft_wrap=True)
     model, fits = fit_cost_model(found)
-    model = replace(model, cp=layout.cp)
+    model = replace(model, cp=layout.cp, memory_factor=memory.factor)
     link = measure_link(engine, after_s)
     console.print(_describe_link(link))
     errors = _hold_out(engine, config, held_out, model, link, console)
@@ -144,9 +147,12 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
     shut_down()
 
 
-def _record_ladder(engine: PipelineEngine, config: BenchConfig) -> tuple[list[Recording], float]:
-    """Run micro-batches of all sizes: recordings, and the seconds after a step's last op."""
+def _record_ladder(
+    engine: PipelineEngine, config: BenchConfig
+) -> tuple[list[Recording], float, StepBytes]:
+    """Run micro-batches of all sizes: recordings, the seconds after a step's last op, and bytes."""
     from megatron_batching.bench.compute import GptCompute
+    from megatron_batching.bench.measured_memory import measure_memory
     from megatron_batching.bench.methods import Method
     from megatron_batching.plan import plan_from_rows
     from megatron_batching.schedules import Deferral
@@ -166,7 +172,8 @@ def _record_ladder(engine: PipelineEngine, config: BenchConfig) -> tuple[list[Re
     method = Method(name="calibration", plan=plan, planned_shapes=True)
     compute = GptCompute(config, engine, lengths * layout.dp)
     found, after_s, _ = _record(compute, method, config.repeats)
-    return found, after_s
+    held = measure_memory(engine, plan, lambda: compute.run(method))
+    return found, after_s, held
 
 
 def _hold_out(

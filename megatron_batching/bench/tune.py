@@ -133,6 +133,11 @@ def _table(tuning: Tuning, request: TuneRequest) -> list[str]:
         f"{'tp':>4}{'pp':>4}{'vpp':>4}{'cp':>4}{'ep':>4}{'dp':>5}{'cap a GPU':>11}"
         f"{'recompute':>11}{'step s':>9}{'efficiency':>12}{'peak GiB':>10}  limited by",
     ]
+    if request.training.factor != 1.0:
+        lines[0] += (
+            f"\nmicro-batches hold {request.training.factor:.3g} times what is foretold, as the "
+            "cost file has it"
+        )
     if request.defer_weight_gradients:
         lines[0] += (
             "\n+W: with weight gradients in the gaps, which engines of this package run; other "

@@ -17,7 +17,7 @@ from megatron_batching.fit.memory import GPU_ALLOWANCE, PLANNED_MARGIN, LossKind
 from megatron_batching.loss import Objective
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.optimizer import chain
-from megatron_batching.plan import BatchingOptions
+from megatron_batching.plan import BatchingOptions, CostModel
 from megatron_batching.plan.memory import MemoryModel
 
 _NAMES = {
@@ -35,6 +35,7 @@ def memory_models(
     batching: tuple[BatchingOptions, BatchingOptions],
     objective: Objective,
     shape_buckets: int | None,
+    costs: CostModel | None = None,
 ) -> tuple[MemoryModel | None, MemoryModel | None]:
     """Of a training step and of a pass that only infers, where their options limit memory.
 
@@ -44,6 +45,7 @@ def memory_models(
         batching: how mini-batches are cut for the two.
         objective: per-token loss.
         shape_buckets: to so many widths rows are padded.
+        costs: what mini-batches are planned by; they may know a factor of memory.
 
     Raises:
         ValueError: the model is one whose memory is not described, or rows would be padded beyond
@@ -51,9 +53,8 @@ def memory_models(
     """
     for options in batching:
         _check_buckets(options, shape_buckets)
-    by_model = model_computes_loss(objective, model.config.params_dtype)
     losses: tuple[tuple[LossKind, bool], ...] = (
-        ("megatron" if by_model else "chunked", objective.needs_entropy),
+        training_loss(model, objective),
         ("chunked", True),  # log-probabilities, and entropies if they are asked for
     )
     first, second = (
@@ -64,10 +65,22 @@ def memory_models(
             loss=loss,
             with_entropy=with_entropy,
             is_value_model=objective.reads_values,
+            costs=costs,
         )
         for options, (loss, with_entropy) in zip(batching, losses, strict=True)
     )
     return first, second
+
+
+def training_loss(model: PipelineModel, objective: Objective) -> tuple[LossKind, bool]:
+    """Who computes the loss of a training step, see `TrainingMemory`, and whether with entropies.
+
+    Args:
+        model: this rank's chunks.
+        objective: per-token loss.
+    """
+    by_model = model_computes_loss(objective, model.config.params_dtype)
+    return "megatron" if by_model else "chunked", objective.needs_entropy
 
 
 def engine_memory_model(
@@ -78,6 +91,7 @@ def engine_memory_model(
     loss: LossKind,
     with_entropy: bool = False,
     is_value_model: bool = False,
+    costs: CostModel | None = None,
 ) -> MemoryModel | None:
     """Bytes of every rank, where the options limit them; None elsewhere.
 
@@ -88,6 +102,7 @@ def engine_memory_model(
         loss: who computes it, see `TrainingMemory`.
         with_entropy: it gives entropies.
         is_value_model: the model ends in one value a token.
+        costs: what mini-batches are planned by; they may know a factor of memory.
 
     Raises:
         ValueError: the model is one whose memory is not described.
@@ -101,6 +116,7 @@ def engine_memory_model(
         with_entropy=with_entropy,
         is_value_model=is_value_model,
         margin=PLANNED_MARGIN,
+        factor=1.0 if costs is None else costs.memory_factor or 1.0,
     )
 
 
@@ -112,6 +128,7 @@ def built_memory_model(
     with_entropy: bool = False,
     is_value_model: bool = False,
     margin: float = 0.0,
+    factor: float = 1.0,
 ) -> MemoryModel:
     """Bytes of every rank, limited or not; arguments as of `engine_memory_model`.
 
@@ -132,6 +149,7 @@ def built_memory_model(
         with_entropy=with_entropy and loss != "megatron",
         allowance=GPU_ALLOWANCE if on_gpu else 0.0,
         margin=margin,
+        factor=factor,
     )
     return memory_model(sizes, model.placement.layout, training, stages=model.stages)
 

@@ -177,7 +177,7 @@ class PipelineEngine(Engine):
             check_combination(model, self.batching, self.objective, self.expert_shares)
         options = (self.batching, self.infer_batching)
         self.memory_models = memory_models(
-            model, self.optimizer, options, self.objective, self._shape_buckets
+            model, self.optimizer, options, self.objective, self._shape_buckets, self.cost_model
         )
         given = self._given_model
         if not isinstance(optimizer, OptimizerSettings):

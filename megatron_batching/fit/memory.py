@@ -41,6 +41,7 @@ from megatron_batching.fit.activations import (
     weight_moment,
 )
 from megatron_batching.fit.model_sizes import ModelSizes
+from megatron_batching.plan.cost import check_factor
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.memory import (
     CHUNK,
@@ -99,6 +100,9 @@ class TrainingMemory:
     margin: float = 0.0
     """Share by which all that depends on micro-batches counts as more than foretold; plans under a
     limit take `PLANNED_MARGIN`."""
+    factor: float = 1.0
+    """Measured over foretold bytes of the same, as `CostModel.memory_factor` has it: they count as
+    so many times what is foretold, and the margin comes on top."""
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, ("bf16", "fp16", "fp32", "fp64"))
@@ -115,6 +119,7 @@ class TrainingMemory:
             raise ValueError(
                 "use_precision_aware_optimizer needs use_distributed_optimizer, as in Megatron"
             )
+        check_factor("factor", self.factor)
         if self.with_entropy and self.loss == "megatron":
             raise ValueError("with_entropy=True needs loss=chunked or verl: Megatron's gives none")
 
@@ -189,7 +194,8 @@ def memory_model(
         passes = 1 + sum(of.mtp_layers for of in stages)
         found.append(_stage(sizes, numerics, training, stage, layers, passes))
         first += stage.decoder_layers
-    share = (1 + training.margin) * np.array([1.0, *[1 / layout.cp] * 3])  # cp ranks share tokens
+    counted = training.factor * (1 + training.margin)
+    share = counted * np.array([1.0, *[1 / layout.cp] * 3])  # cp ranks share tokens
     state = form(tokens=hidden_bytes(sizes, numerics)) * share
     # The interleaved schedule receives one op ahead, in both directions.
     buffers = state * (2 if layout.vpp > 1 else 0) + share * scores_buffer(sizes, numerics)

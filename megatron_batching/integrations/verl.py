@@ -321,6 +321,7 @@ class PlannedBatches:
                 loss="verl",
                 with_entropy=bool(given("calculate_entropy", False)),
                 is_value_model=self._is_value_model,
+                costs=self._cost_model,
             ),
             moving=moving_cost(settings.bandwidth, self._cost_model, whole.sample_bytes, layout.dp),
         )

@@ -25,6 +25,7 @@ tokens = rows x longest and pairs = rows x longest squared.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -86,6 +87,9 @@ class CostModel:
     sharing: Mapping[int, np.ndarray] = field(default_factory=dict)
     """From so many ranks on (2, and more where links get slower), a, b and c of the module's head:
     [2, S, 3] for forward and backward. Empty where nobody knows; the model then holds for `cp`."""
+    memory_factor: float | None = None
+    """Measured over foretold bytes of what depends on micro-batches, see `TrainingMemory.factor`;
+    no time depends on it. None where it was not measured."""
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "weight_gradient"):
@@ -120,11 +124,12 @@ class CostModel:
         if not self.forward[:, 1:].any():
             raise ValueError("forward must cost something per token or per token pair")
         object.__setattr__(self, "sharing", self._checked_sharing())
+        check_factor("memory_factor", self.memory_factor)
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, CostModel)
-            and (self.unit, self.piece_time, self.cp) == (other.unit, other.piece_time, other.cp)
+            and self._scalars == other._scalars
             and self._sharing_bytes == other._sharing_bytes
             and np.array_equal(self.forward, other.forward)
             and np.array_equal(self.backward, other.backward)
@@ -135,7 +140,11 @@ class CostModel:
     def __hash__(self) -> int:
         weight = self._weight_gradient.tobytes()
         parts = (self.forward.tobytes(), self.backward.tobytes(), weight)
-        return hash((self.unit, self.piece_time, self.cp, self._sharing_bytes, *parts))
+        return hash((*self._scalars, self._sharing_bytes, *parts))
+
+    @property
+    def _scalars(self) -> tuple[str, float, int | None, float | None]:
+        return self.unit, self.piece_time, self.cp, self.memory_factor
 
     @property
     def _weight_gradient(self) -> np.ndarray:
@@ -247,6 +256,7 @@ class CostModel:
             unit=unit,
             cp=self.cp,
             sharing={ranks: factor * added for ranks, added in self.sharing.items()},
+            memory_factor=self.memory_factor,
         )
 
     def load(self, features: np.ndarray, forward_only: bool = False) -> np.ndarray:
@@ -273,6 +283,7 @@ class CostModel:
             **({"piece_time": self.piece_time} if self.piece_time else {}),
             **({} if self.cp is None else {"cp": self.cp}),
             **({"sharing": self._sharing_as_values()} if self.sharing else {}),
+            **({} if self.memory_factor is None else {"memory_factor": self.memory_factor}),
         }
 
     def _sharing_as_values(self) -> dict[str, Any]:
@@ -282,13 +293,14 @@ class CostModel:
     def from_json(cls, value: dict[str, Any]) -> CostModel:
         """Read what `to_json` wrote; ValueError when a key is missing or unknown."""
         arrays = ("forward", "backward", "weight_gradient")
-        unknown = sorted(set(map(str, value)) - {"unit", "piece_time", "cp", "sharing", *arrays})
+        others = {"unit", "piece_time", "cp", "sharing", "memory_factor"}
+        unknown = sorted(set(map(str, value)) - others - set(arrays))
         missing = sorted({"forward", "backward"} - set(value))
         if unknown or missing:
             raise ValueError(
                 f"cost model JSON has unknown keys {unknown} and lacks {missing}: it needs forward "
-                "and backward, each [virtual stages][3], and may have weight_gradient, piece_time "
-                "and unit"
+                "and backward, each [virtual stages][3], and may have weight_gradient, piece_time, "
+                "unit and memory_factor"
             )
         try:
             coefficients = {
@@ -305,7 +317,24 @@ class CostModel:
         unit = entry({"unit": "token", **value}, "unit", str)
         piece_time = entry({"piece_time": 0.0, **value}, "piece_time", float)
         cp = entry({"cp": None, **value}, "cp", int, type(None))
-        return cls(**coefficients, piece_time=piece_time, unit=unit, cp=cp, sharing=sharing)
+        return cls(
+            **coefficients,
+            piece_time=piece_time,
+            unit=unit,
+            cp=cp,
+            sharing=sharing,
+            memory_factor=value.get("memory_factor"),
+        )
+
+
+def check_factor(name: str, value: Any) -> None:
+    """Raise ValueError unless a factor of foretold bytes is None or a finite number above 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value <= sys.float_info.max):
+        raise ValueError(
+            f"{name}={shortened(value)} must be a finite number above 0: leave it out, or take "
+            "what `calibrate` writes"
+        )
 
 
 def added_by_sharing(sharing: Mapping[int, np.ndarray], cp: int) -> np.ndarray:

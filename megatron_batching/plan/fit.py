@@ -165,7 +165,8 @@ def fit_times(times: OpTimes) -> tuple[CostModel, dict[str, list[StageFit]]]:
 def join_cp(models: Sequence[CostModel]) -> CostModel:
     """The model at cp 1, with what sharing adds at the cp of the others; exact at each of them.
 
-    What was measured to be less than a fair share of the work counts as nothing added.
+    What was measured to be less than a fair share of the work counts as nothing added. Of the
+    factors of memory the largest holds.
 
     Args:
         models: of the same stages in the same unit, at different cp, one of them 1.
@@ -199,7 +200,8 @@ def join_cp(models: Sequence[CostModel]) -> CostModel:
         part = (cp - 1) / cp
         # The fewest ranks that were measured stand for fewer, down to two.
         sharing[cp if sharing else 2] = np.maximum(added, 0.0) / [1.0, part, part]
-    return replace(alone, sharing=sharing)
+    factors = [model.memory_factor for model in models if model.memory_factor is not None]
+    return replace(alone, sharing=sharing, memory_factor=max(factors, default=None))
 
 
 def _fit_stages(

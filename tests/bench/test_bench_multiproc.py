@@ -103,6 +103,8 @@ def test_calibrate_finds_the_costs_and_says_how_far_they_hold(
     np.testing.assert_allclose(model.backward, TOLD.backward, rtol=1e-6, atol=1e-12)
     assert model.weight_gradient is not None and TOLD.weight_gradient is not None
     np.testing.assert_allclose(model.weight_gradient, TOLD.weight_gradient, rtol=1e-6, atol=1e-12)
+    assert model.memory_factor == pytest.approx(1.0, abs=0.1)
+    assert f"held {model.memory_factor:.3f} times what is foretold" in printed
     result = json.loads(printed.splitlines()[-1])
     assert result["held_out_errors"] == pytest.approx([1 / slower - 1.0] * 3, abs=1e-6)
     warning = cost_warning(str(path), Layout(pp=2, vpp=2))
