@@ -82,6 +82,7 @@ from megatron_batching.plan import (
     load_cost_model,
     plan_mini_batch,
 )
+from megatron_batching.plan.memory import MemoryModel
 
 VENDOR = "megatron_batching"
 DEVICES = ["cuda", "cpu"]
@@ -314,16 +315,20 @@ class PlannedBatches:
             options,
             cost_model=self._cost_model,
             owners=whole.holdings.owners,
-            memory_model=engine_memory_model(
-                self._pipeline_model,
-                getattr(self, "optimizer", None),
-                options,
-                loss="verl",
-                with_entropy=bool(given("calculate_entropy", False)),
-                is_value_model=self._is_value_model,
-                costs=self._cost_model,
-            ),
+            memory_model=self._memory_model(options, bool(given("calculate_entropy", False))),
             moving=moving_cost(settings.bandwidth, self._cost_model, whole.sample_bytes, layout.dp),
+        )
+
+    def _memory_model(self, options: BatchingOptions, with_entropy: bool) -> MemoryModel | None:
+        """Bytes of every rank, where the options limit them."""
+        return engine_memory_model(
+            self._pipeline_model,
+            getattr(self, "optimizer", None),
+            options,
+            loss="verl",
+            with_entropy=with_entropy,
+            is_value_model=self._is_value_model,
+            costs=self._cost_model,
         )
 
     def _foretell(self, data: TensorDict, plan: MicroBatchPlan) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from megatron_batching.cli import app, main
 from megatron_batching.configs import find_config
+from megatron_batching.fit import read_model_sizes
+from megatron_batching.fit.memory import GPU_ALLOWANCE
 from tests.support import ROOT
 
 
@@ -284,6 +288,40 @@ def test_commands_repeat_what_is_known_of_a_cost_file(
             assert err == ""
     _, _, err = run("plan", lengths_file, "--pp=2", "--tp=2", *options)
     assert "measured with tp 1, this layout has 2" in err
+
+
+def test_a_cost_file_tells_what_micro_batches_hold(
+    run: Any, lengths_file: str, tmp_path: Path
+) -> None:
+    cost, model = tmp_path / "cost.yaml", tmp_path / "model.yaml"
+    model.write_text("{num_layers: 2, hidden_size: 64, num_attention_heads: 2, vocab_size: 128}")
+
+    def held(**more: Any) -> dict[str, Any]:
+        value = {"forward": [[1, 2, 0]], "backward": [[1, 2, 0]], **more}
+        cost.write_text(json.dumps(value))
+        arguments = [f"--cost={cost}", "--memory-limit=3GiB", f"--model={model}"]
+        code, out, err = run("plan", lengths_file, "--max-tokens=400", *arguments, "--json")
+        assert code == 0, err
+        return dict(json.loads(out)["predicted"])
+
+    (plain,), (once,), (thrice,) = (
+        held(**more)["peak_bytes"] for more in ({}, {"memory_factor": 1}, {"memory_factor": 3.0})
+    )
+    parameters = read_model_sizes(model).num_parameters
+    fixed = 18 * parameters + GPU_ALLOWANCE
+    assert once == plain > fixed
+    assert thrice - fixed == pytest.approx(3 * (plain - fixed))
+
+
+@pytest.mark.parametrize("factor", [0, -1.5, math.inf, math.nan, True, "much"])
+def test_a_factor_of_memory_that_is_none_is_refused(
+    run: Any, lengths_file: str, tmp_path: Path, factor: Any
+) -> None:
+    cost = tmp_path / "cost.yaml"
+    value = {"forward": [[1, 2, 0]], "backward": [[1, 2, 0]], "memory_factor": factor}
+    cost.write_text(yaml.safe_dump(value))
+    parts = ["cost.yaml", "memory_factor=", "a finite number above 0", "leave it out"]
+    check_error(run("plan", lengths_file, "--max-tokens=500", f"--cost={cost}"), parts)
 
 
 def test_tune_without_a_model_marks_the_best_layout(run: Any, lengths_file: str) -> None:

@@ -132,6 +132,26 @@ def test_the_model_of_a_cost_file_tells_the_speed(tmp_path: Path) -> None:
         measured_speed(str(file), gpu_named("h100"))
 
 
+def test_the_factor_of_a_cost_file_is_kept_by_tune(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cost.yaml"
+    about = {"layout": {"pp": 2}, "model": asdict(ModelConfig(num_layers=2, vocab_size=100))}
+    peaks = []
+    for factor in (None, 1.5):
+        model = CostModel(
+            forward=np.ones((2, 3)), backward=2 * np.ones((2, 3)), unit="s", memory_factor=factor
+        )
+        file.write_text(yaml.safe_dump({**model.to_json(), "calibration": about}))
+        sizes = ["--gpus", "8", "--gpu", "h200", *(f"--{n}=1" for n in ("tp", "pp", "vpp", "cp"))]
+        told = ["--model", "qwen3-4b", *sizes, f"--cost={file}"]
+        out = run(capsys, *told)
+        assert ("micro-batches hold 1.5 times what is foretold" in out) == (factor is not None)
+        best = json.loads(run(capsys, *told, "--json"))["ranked"][0]
+        peaks.append(max(best["peak_bytes"]))
+    assert peaks[1] > 1.01 * peaks[0]
+
+
 def test_named_models_have_the_sizes_of_their_names() -> None:
     billions = {name: model_sizes(name).num_parameters / 1e9 for name in NAMED_MODELS}
     expected = {"qwen2.5-7b": 7.6, "qwen3-4b": 4.0, "qwen3-8b": 8.2, "qwen3-32b": 32.8,

@@ -235,6 +235,9 @@ def test_models_of_several_cp_are_joined() -> None:
     for cp in (1, 2, 4, 8):
         assert np.allclose(joined.over(cp).forward, truth.over(cp).forward)
         assert np.allclose(joined.over(cp).backward, truth.over(cp).backward)
+    measured = [replace(apart[0], memory_factor=1.2), replace(apart[1], memory_factor=1.1)]
+    assert joined.memory_factor is None
+    assert join_cp([*measured, apart[2]]).memory_factor == 1.2
     # With 4 alone, 2 and 8 are as the formula says.
     assert np.allclose(join_cp(apart[:2]).over(2).forward, truth.over(2).forward)
     for wrong in (apart[:1], [apart[0], apart[2]], [apart[1], apart[1]]):
