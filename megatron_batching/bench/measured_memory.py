@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_batching.bench.live_bytes import least_peak
+from megatron_batching.bench.live_bytes import ROUNDS, least_peak
 from megatron_batching.engine.memory import built_memory_model, training_loss
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.plan import MicroBatchPlan
@@ -101,7 +101,8 @@ def _held(engine: PipelineEngine, run: Callable[[], Any]) -> float:
     """The most bytes of a step beyond what is there before it, but for buffers that it reuses."""
     reused = parallel_state.get_global_memory_buffer().buffer.values()
     if engine.placement.device.type == "cpu":
-        peak = least_peak(run, lambda: None)
+        layout = engine.placement.layout
+        peak = least_peak(run, lambda: None, ROUNDS if layout.tp * layout.ep > 1 else 1)
     else:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
