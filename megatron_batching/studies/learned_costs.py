@@ -8,8 +8,8 @@ with a GPT. Then mini-batches of another seed are planned thrice, by the costs o
 learned ones and by the right ones, and run in turn; what counts is the ratio of their steps. Right
 are the costs that the stages sleep for with what an op takes beside them; of a GPT those learned
 from twice as many steps that began with FLOP. `--soak N` goes on for N steps and holds each loss
-of a GPT against a twin that never learns. The last line is JSON; costs whose unit is not `s` there
-were not learned, as every fit was refused.
+and norm of a GPT against a twin that never learns. The last line is JSON; costs whose unit is not
+`s` there were not learned, as every fit was refused.
 """
 
 from __future__ import annotations
@@ -158,8 +158,9 @@ def judge(
 def soak(
     placement: Placement, options: BatchingOptions, steps: int, samples: int
 ) -> tuple[float, str]:
-    """A run that learns beside one that does not: the largest relative difference of losses, and
-    the unit of the costs in the end, which are seconds once they are learned."""
+    """A run that learns beside one that does not, from the same weights in each step, since drift
+    adds up: the largest relative difference of a loss or a gradient's norm, and the unit of the
+    costs in the end, which are seconds once they are learned."""
     engines = [
         PipelineEngine(model=MODEL, placement=placement, batching=options, cost_model=given)
         for given in ("auto", None)
@@ -167,8 +168,12 @@ def soak(
     worst = 0.0
     for lengths in mini_batches(placement.layout, steps, samples, LEARNING_SEED):
         batch = batch_of([max(2, round(n * GPT_SCALE)) for n in lengths])
-        learned, plain = (engine.train_batch(batch).loss for engine in engines)
-        worst = max(worst, abs(learned / plain - 1.0))
+        for mine, others in zip(*(engine.model.chunks for engine in engines), strict=True):
+            for own, copy in zip(mine.parameters(), others.parameters(), strict=True):
+                copy.data.copy_(own.data)
+        learned, plain = (engine.train_batch(batch) for engine in engines)
+        for name in ("loss", "grad_norm"):
+            worst = max(worst, abs(getattr(learned, name) / getattr(plain, name) - 1.0))
     costs = engines[0].cost_model
     assert costs is not None
     return worst, costs.unit
@@ -217,7 +222,7 @@ def main() -> None:
     found: dict[str, Any] = {"ratios": ratios, "units": units}
     if chosen.soak:
         drift, units["soak"] = soak(placement, GPT, chosen.soak, chosen.samples)
-        found |= {"soak_steps": chosen.soak, "largest_loss_difference": drift}
+        found |= {"soak_steps": chosen.soak, "largest_difference": drift}
     if dist.get_rank() == 0:
         for row in rows:
             print(row, flush=True)
