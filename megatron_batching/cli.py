@@ -346,9 +346,9 @@ def _memory_of(model: Path | None, layout: Layout, costs: CostModel | None) -> M
         return None
     from megatron_batching.fit import TrainingMemory, memory_model, read_model_sizes
     from megatron_batching.fit.memory import PLANNED_MARGIN
+    from megatron_batching.plan.cost import memory_factor_of
 
-    factor = 1.0 if costs is None else costs.memory_factor or 1.0
-    training = TrainingMemory(margin=PLANNED_MARGIN, factor=factor)
+    training = TrainingMemory(margin=PLANNED_MARGIN, factor=memory_factor_of(costs))
     return memory_model(read_model_sizes(model), layout, training)
 
 

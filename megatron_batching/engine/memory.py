@@ -18,6 +18,7 @@ from megatron_batching.loss import Objective
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.optimizer import chain
 from megatron_batching.plan import BatchingOptions, CostModel
+from megatron_batching.plan.cost import memory_factor_of
 from megatron_batching.plan.memory import MemoryModel
 
 _NAMES = {
@@ -116,7 +117,7 @@ def engine_memory_model(
         with_entropy=with_entropy,
         is_value_model=is_value_model,
         margin=PLANNED_MARGIN,
-        factor=1.0 if costs is None else costs.memory_factor or 1.0,
+        factor=memory_factor_of(costs),
     )
 
 

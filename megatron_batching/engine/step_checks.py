@@ -264,7 +264,7 @@ def check_plan(
     _check_lengths(plan.lengths, mini_batch.lengths)
     own, cp = layout, plan.layout.cp
     if cp in cp_sizes:
-        layout = replace(own, dp=own.dp * own.cp // cp, cp=cp)
+        layout = own.dealt(cp)
     check_plan_layout(plan, layout)
     problems = [_problem(plan, layout, options) for options in allowed]
     if all(problems):

@@ -22,7 +22,6 @@ dp anew.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -176,7 +175,7 @@ def machine_speed(
     found[:, :2] = np.maximum(found[:, :2] - np.stack([started, inside], axis=1), 0.0)
     plain = StageCosts(
         sizes,
-        replace(layout, dp=layout.dp * layout.cp, cp=1),
+        layout.dealt(1),
         vocab_size=sizes.vocab_size,
         flops_per_second=gpu.peak_flops * ACHIEVED_FLOPS,
     ).model(stages)

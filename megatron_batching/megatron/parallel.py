@@ -101,8 +101,7 @@ class Placement:
         """
         own = self.layout
         dp_rank, cp_rank = divmod(self.dp_rank * own.cp + self.cp_rank, cp)
-        layout = replace(own, dp=own.dp * own.cp // cp, cp=cp)
-        return replace(self, layout=layout, dp_rank=dp_rank, cp_rank=cp_rank)
+        return replace(self, layout=own.dealt(cp), dp_rank=dp_rank, cp_rank=cp_rank)
 
     @property
     def is_last_stage(self) -> bool:

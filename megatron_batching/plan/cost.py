@@ -337,6 +337,11 @@ def check_factor(name: str, value: Any) -> None:
         )
 
 
+def memory_factor_of(costs: CostModel | None) -> float:
+    """By what a cost model multiplies foretold bytes: 1 where it has measured none."""
+    return 1.0 if costs is None or costs.memory_factor is None else costs.memory_factor
+
+
 def added_by_sharing(sharing: Mapping[int, np.ndarray], cp: int) -> np.ndarray:
     """[..., 3] what sharing over so many ranks adds, of a `CostModel.sharing` [..., 3]."""
     if cp == 1:

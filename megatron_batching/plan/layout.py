@@ -12,7 +12,7 @@ replicas, these meet in each MoE layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 MOST_COUNT = 2**40  # of any count or length; the sum of a million of them still fits 64 bits
@@ -109,6 +109,14 @@ class Layout:
         """
         replica = self.tp * self.cp
         return lcm(replica, self.ep * self.expert_tp) // replica
+
+    def dealt(self, cp: int) -> Layout:
+        """The layout where so many of the dp x cp ranks, which it divides, share each sample.
+
+        >>> Layout(dp=4, cp=2).dealt(4).describe()
+        'pp 1, vpp 1, dp 2, tp 1, cp 4'
+        """
+        return replace(self, dp=self.dp * self.cp // cp, cp=cp)
 
     @property
     def world_size(self) -> int:

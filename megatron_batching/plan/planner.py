@@ -154,7 +154,8 @@ def plan_from_rows(
             f"rows for cp={layout.cp}, which is none of cp={options.cp} in the options: cut them "
             "for one of those, or leave cp out"
         )
-    problem, options = _problem(lengths, layout, options, cost_model, owners, memory_model)
+    checked, model = check_lengths(lengths), cost_model or uniform_cost_model(layout)
+    problem, options = _problem(checked, layout, options, model, owners, memory_model)
     if layout.vpp > 1:
         group = group or layout.group or layout.pp
 
@@ -256,7 +257,7 @@ def _searches(
     """
     _check_types(layout, options)
     sizes = options.cp_sizes(layout)
-    model = cost_model if cost_model is not None else uniform_cost_model(layout)
+    model = cost_model or uniform_cost_model(layout)
     model.check_layout(layout)
     for cp in sizes:
         # A model that tells of one cp alone is taken to be for the layout's.
@@ -267,7 +268,7 @@ def _searches(
     found, errors = [], dict[int, ValueError]()
     for cp in sizes:
         try:
-            dealt = replace(layout, dp=layout.dp * layout.cp // cp, cp=cp)
+            dealt = layout.dealt(cp)
             held = owners
             if owners is not None and cp != layout.cp:
                 held = owners_over(check_owners(owners, len(lengths), layout.dp), layout, cp)
@@ -282,17 +283,15 @@ def _searches(
 
 
 def _problem(
-    lengths: Sequence[int] | np.ndarray,
+    lengths: np.ndarray,
     layout: Layout,
     options: BatchingOptions,
-    cost_model: CostModel | None,
+    model: CostModel,
     owners: Sequence[int] | None,
     memory_model: MemoryModel | None,
 ) -> tuple[PackingProblem, BatchingOptions]:
-    """The problem, and the options with the cap that follows from a memory limit."""
-    lengths = check_lengths(lengths)
+    """The problem of checked lengths, and the options with the cap that a memory limit sets."""
     check_size(len(lengths), layout, options)
-    model = cost_model if cost_model is not None else uniform_cost_model(layout)
     options, memory = limited(options, layout, memory_model, lengths)
     items = gather_items(lengths, layout, options, owners)
     return PackingProblem(items, layout, options, model.of_layout(layout), memory), options

@@ -136,7 +136,8 @@ def compare(
     model = costs(pp, ranks, sharing, float(np.mean(np.concatenate(mini_batches))))
     longest = max(map(max, mini_batches))
     common: dict[str, Any] = {"max_tokens_per_gpu": longest + 2 * ranks, "align_per_gpu": layout.tp}
-    sizes = tuple(cp for cp in (1, 2, 4, 8, 16) if ranks % cp == 0 and cp <= MOST_CP)
+    possible = BatchingOptions(cp="auto", **common).cp_sizes(layout)
+    sizes = tuple(cp for cp in possible if cp <= MOST_CP)
     steps = {
         cp: sum(
             plan_mini_batch(
