@@ -19,7 +19,6 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -33,10 +32,8 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngin
 from megatron_batching.data import move_samples, restore_order, send_home
 from megatron_batching.data.all_to_all import gather
 from megatron_batching.engine.costs import starting_costs
-from megatron_batching.engine.deferring import deferred_batching
 from megatron_batching.engine.forecast import step_forecast
 from megatron_batching.engine.learning import CostLearner
-from megatron_batching.engine.memory import engine_memory_model
 from megatron_batching.engine.run import recorded_events, run_replica
 from megatron_batching.integrations.verl_batch import (
     READ_WITHOUT_LOSS,
@@ -48,13 +45,7 @@ from megatron_batching.integrations.verl_batch import (
     split_outputs,
 )
 from megatron_batching.integrations.verl_interfaces import check_interfaces
-from megatron_batching.integrations.verl_limits import (
-    batching_limits,
-    check_bandwidth,
-    check_overlap,
-    fp8_limits,
-    moving_cost,
-)
+from megatron_batching.integrations.verl_limits import check_bandwidth, check_overlap
 from megatron_batching.integrations.verl_losses import cut_dependence
 from megatron_batching.integrations.verl_metrics import join_metrics
 from megatron_batching.integrations.verl_paths import (
@@ -65,6 +56,7 @@ from megatron_batching.integrations.verl_paths import (
     takes_no_dummies,
     why_verl,
 )
+from megatron_batching.integrations.verl_planning import MiniBatchPlanner
 from megatron_batching.integrations.verl_report import (
     plan_metrics,
     report_numbers,
@@ -75,14 +67,7 @@ from megatron_batching.integrations.verl_settings import VerlSettings, load_sett
 from megatron_batching.megatron.model import PipelineModel, has_transformer_engine
 from megatron_batching.megatron.parallel import Placement, replica_groups
 from megatron_batching.megatron.recorder import StepRecorder, clock_reading
-from megatron_batching.plan import (
-    BatchingOptions,
-    CostModel,
-    MicroBatchPlan,
-    load_cost_model,
-    plan_mini_batch,
-)
-from megatron_batching.plan.memory import MemoryModel
+from megatron_batching.plan import CostModel, MicroBatchPlan, load_cost_model
 
 VENDOR = "megatron_batching"
 DEVICES = ["cuda", "cpu"]
@@ -147,7 +132,7 @@ class PlannedBatches:
         # verl 0.9.1: without a loss nothing else of a sample is read, or has to travel.
         fields = READ_WITHOUT_LOSS if loss_function is None else None
         whole = announce(data, fields, self._group, self._placement.dp_rank)
-        plan = self._plan(data, whole, forward_only=forward_only)
+        plan = self._planner.plan(data, whole, self._cost_model, forward_only=forward_only)
         if plan.num_dummies and takes_no_dummies(self, data, forward_only=forward_only):
             return self._on_verls_path(DUMMIES, data, loss_function, forward_only)
         self.last_plan = plan
@@ -235,7 +220,7 @@ class PlannedBatches:
             extra: dict[str, Any] = {"record_r2_routes": False}
             if not samples:
                 return rows_of.batch([dummy_row(held[0])], **extra, **{_IS_DUMMY: True})
-            if self._pads_to_longest:
+            if self._planner.pads_to_longest:
                 extra["forced_max_seqlen"] = max(whole.lengths)
             return rows_of.batch([rows[n] for n in samples], **extra)
 
@@ -264,72 +249,6 @@ class PlannedBatches:
             "loss": [r["loss"] for r in reported],
             "metrics": metrics,
         }
-
-    def _plan(
-        self, data: TensorDict, whole: WholeMiniBatch, *, forward_only: bool
-    ) -> MicroBatchPlan:
-        settings, config = self.settings, self.engine_config
-        layout = self._placement.layout
-
-        def given(name: str, default: Any = None) -> Any:
-            return tu.get_non_tensor_data(data, key=name, default=default)
-
-        limits: dict[str, Any] = batching_limits(
-            use_dynamic_bsz=given("use_dynamic_bsz", True),
-            max_token_len_per_gpu=given("max_token_len_per_gpu"),
-            micro_batch_size_per_gpu=given("micro_batch_size_per_gpu"),
-        )
-        group_size = given("force_group_size", 1)
-        if "micro_batch_size" in limits:
-            limits["micro_batch_size"] *= group_size
-        # Both of verl's formats pad to this (sequence parallelism, halves of each cp share); packed
-        # rows that are cut contiguously need no halves (`preprocess_thd_engine`).
-        is_cut_once = self._is_cut_contiguously and config.use_remove_padding
-        align = layout.tp * layout.cp * (2 if layout.cp > 1 and not is_cut_once else 1)
-        if config.use_remove_padding and getattr(self.tf_config, "fp8", None):
-            limits, align = fp8_limits(limits, align, layout.cp)
-        options = BatchingOptions(
-            **limits,
-            packing="packed" if config.use_remove_padding else "padded",
-            align=align,
-            context_layout="contiguous" if is_cut_once else "zigzag",
-            oversize=settings.oversize,
-            # Passes without backward have a limit of their own in verl, and hold less.
-            memory_limit=None if forward_only else settings.memory_limit,
-            sample_groups=group_size if group_size > 1 else None,
-            balance=settings.balance,
-            min_num_micro_batches=settings.min_num_micro_batches,
-            max_num_micro_batches=settings.max_num_micro_batches,
-            same_count=settings.same_count
-            or (not forward_only and has_router_losses(self.tf_config)),
-            method=settings.method,
-            search_budget=settings.search_budget,
-            forward_only=forward_only,
-        )
-        options = deferred_batching(options, self._pipeline_model, settings.defer_weight_gradients)
-        if options.defers(layout):
-            options = replace(options, max_tokens_in_flight=settings.max_tokens_in_flight)
-        return plan_mini_batch(
-            [max(whole.lengths)] * len(whole.lengths) if self._pads_to_longest else whole.lengths,
-            layout,
-            options,
-            cost_model=self._cost_model,
-            owners=whole.holdings.owners,
-            memory_model=self._memory_model(options, bool(given("calculate_entropy", False))),
-            moving=moving_cost(settings.bandwidth, self._cost_model, whole.sample_bytes, layout.dp),
-        )
-
-    def _memory_model(self, options: BatchingOptions, with_entropy: bool) -> MemoryModel | None:
-        """Bytes of every rank, where the options limit them."""
-        return engine_memory_model(
-            self._pipeline_model,
-            getattr(self, "optimizer", None),
-            options,
-            loss="verl",
-            with_entropy=with_entropy,
-            is_value_model=self._is_value_model,
-            costs=self._cost_model,
-        )
 
     def _foretell(self, data: TensorDict, plan: MicroBatchPlan) -> None:
         """Print once, before the first training step runs, what it will hold and how it will do.
@@ -406,24 +325,12 @@ class PlannedBatches:
         return self.get_data_parallel_group()  # type: ignore[attr-defined]
 
     @property
-    def _is_cut_contiguously(self) -> bool:
-        """Whether each cp rank takes one piece of a packed row, as for DeepSeek-V4."""
-        # As `MegatronEngine._get_context_parallel_layout` has it (verl 0.9.1).
-        return getattr(self.tf_config, "experimental_attention_variant", None) == "dsv4_hybrid"
-
-    @property
     def _is_on_gpu(self) -> bool:
         return self._placement.device.type == "cuda"
 
     @property
     def _is_per_token(self) -> bool:
         return bool(self.tf_config.calculate_per_token_loss)
-
-    @property
-    def _pads_to_longest(self) -> bool:
-        """Whether verl pads every micro-batch to the longest sample of the mini-batch."""
-        config = self.engine_config
-        return config.pad_bshd_to_minibatch_max and not config.use_remove_padding
 
     @property
     def _shapes_are_known(self) -> bool:
@@ -435,6 +342,16 @@ class PlannedBatches:
     def _placement(self) -> Placement:
         return Placement.from_parallel_state(
             device=next(self.module[0].parameters()).device, group=self.settings.group
+        )
+
+    @property
+    def _planner(self) -> MiniBatchPlanner:
+        return MiniBatchPlanner(
+            settings=self.settings,
+            engine_config=self.engine_config,
+            model=self._pipeline_model,
+            optimizer=getattr(self, "optimizer", None),
+            is_value_model=self._is_value_model,
         )
 
     @property
