@@ -175,7 +175,8 @@ def _tune_model(
     from megatron_batching.fit.choose import TuneRequest
     from megatron_batching.fit.gpus import gpu_named
     from megatron_batching.plan import read_lengths
-    from megatron_batching.plan.cost import memory_factor_of, read_cost_model
+    from megatron_batching.plan.cost import memory_factor_of
+    from megatron_batching.plan.cost_files import read_cost_model
 
     kind = None if gpu is None else gpu_named(gpu)
     job = None if from_verl is None else read_verl_job(from_verl)

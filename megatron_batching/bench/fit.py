@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from megatron_batching.bench.recording import Recording
 from megatron_batching.plan import CostModel
-from megatron_batching.plan.cost import read_cost_model, read_yaml
+from megatron_batching.plan.cost_files import read_cost_model, read_yaml
 from megatron_batching.plan.fit import OpTimes, StageFit, fit_times, join_cp, op_seconds
 from megatron_batching.schedules import Op
 from megatron_batching.schedules.files import one_line, write_text

@@ -22,7 +22,7 @@ from megatron_batching.fit.gpus import ACHIEVED_FLOPS, GIB, Gpu
 from megatron_batching.fit.named_models import NAMED_MODELS, named_model
 from megatron_batching.fit.tuning import Choice, RuledOut, Tuning
 from megatron_batching.plan import Layout
-from megatron_batching.plan.cost import read_cost_model, read_yaml
+from megatron_batching.plan.cost_files import read_cost_model, read_yaml
 from megatron_batching.plan.stages import END_OPTIONS, LAYOUT_OPTION, pipeline_stages, split_options
 from megatron_batching.schedules.draw import check_picture
 from megatron_batching.schedules.files import check_file, one_line, write_whole

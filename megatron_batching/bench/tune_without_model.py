@@ -26,7 +26,7 @@ from megatron_batching.plan import (
     load_cost_model,
     plan_mini_batch,
 )
-from megatron_batching.plan.cost import NAMED_COST_MODELS, read_cost_model
+from megatron_batching.plan.cost_files import NAMED_COST_MODELS, read_cost_model
 from megatron_batching.plan.layout import check_positive
 from megatron_batching.plan.stages import SPLIT_OPTIONS, pipeline_stages, work_shares
 from megatron_batching.schedules import format_time

@@ -14,7 +14,7 @@ from typing import get_args
 
 import yaml
 
-from megatron_batching.plan.cost import NAMED_COST_MODELS
+from megatron_batching.plan.cost_files import NAMED_COST_MODELS
 from megatron_batching.plan.layout import check_positive
 from megatron_batching.plan.options import Balance, Deferring, Method, Oversize, as_deferring
 from megatron_batching.schedules.files import check_choice, check_field_types, key_hint, parsing

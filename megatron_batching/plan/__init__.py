@@ -6,10 +6,10 @@ Needs numpy alone; start with `plan_mini_batch`.
 from megatron_batching.plan.balance import balance_batch
 from megatron_batching.plan.cost import (
     CostModel,
-    load_cost_model,
     uniform_cost_model,
     verl_cost_model,
 )
+from megatron_batching.plan.cost_files import load_cost_model
 from megatron_batching.plan.flops import StageCosts, transformer_cost_model
 from megatron_batching.plan.homes import Moving
 from megatron_batching.plan.layout import Layout

@@ -29,7 +29,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,20 +38,15 @@ from megatron_batching.schedules.files import (
     checked,
     entry,
     one_line,
-    parsing,
-    read_json,
     shortened,
-    why_unreadable,
 )
 
 NUM_FEATURES = 3
-NAMED_COST_MODELS = ("tokens", "verl")  # for every layout
 # Reading a stage's bf16 weights once (2 bytes a parameter) takes as long as computing this many
 # tokens (2 FLOP a parameter and token): peak FLOP/s over memory bytes/s, which is 295 for an H100
 # SXM (989e12 / 3.35e12) and 153 for an A100 (312e12 / 2.04e12). A micro-batch cannot cost less.
 OVERHEAD_TOKENS = 256.0
 BACKWARD_OVER_FORWARD = 2.0
-EXTRA_SECTIONS = ("communication", "calibration")  # of a YAML cost file, for other readers
 VERL_LINEAR = 24576.0  # verl's workload formula for one sample of s tokens: 24576 s + s^2
 # What sharing a sample costs where nothing is known of the model and the machine. Of the overhead,
 # what starting the exchange in a layer takes: 20 us beside the 130 us in which an H100 reads the
@@ -438,60 +432,3 @@ def verl_cost_model(layout: Layout, *, shares: Sequence[float] | None = None) ->
         unit="verl workload",
         shares=shares,
     )
-
-
-def load_cost_model(
-    source: str, layout: Layout, *, shares: Sequence[float] | None = None
-) -> CostModel:
-    """`verl`, `tokens` (the default model), or the path of a file; checked for `layout`.
-
-    `shares` goes to the first two; a file says itself what each stage costs. A JSON file holds what
-    `CostModel.to_json` wrote. A YAML file (.yaml, .yml) may hold more, as what `calibrate` writes
-    does: communication and quality of the fit, which are not read here.
-    """
-    if source == "auto":
-        raise ValueError(
-            "cost model auto is learned from the steps of a run: give it to an engine, `train` or "
-            "the verl backend; here give tokens, verl, or a file that `calibrate` wrote"
-        )
-    if source == "verl":
-        return verl_cost_model(layout, shares=shares)
-    if source == "tokens":
-        return uniform_cost_model(layout, shares=shares)
-    model = read_cost_model(source)
-    try:
-        model.check_layout(layout)
-    except ValueError as error:
-        raise ValueError(f"cost model {source!r}: {one_line(error)}") from None
-    return model
-
-
-def read_cost_model(source: str) -> CostModel:
-    """The cost model in a file, for whatever layout it is; ValueError when it holds none."""
-    is_yaml = source.endswith((".yaml", ".yml"))
-    try:
-        value = read_yaml(source) if is_yaml else read_json(source)
-    except ValueError as error:
-        raise ValueError(
-            f"cost model {one_line(error)}; give tokens, verl, or a file that `calibrate` wrote"
-        ) from None
-    if not isinstance(value, dict):
-        raise ValueError(f"cost model {source!r} must be a mapping with forward and backward")
-    if is_yaml:
-        value = {key: of for key, of in value.items() if key not in EXTRA_SECTIONS}
-    try:
-        return CostModel.from_json(value)
-    except ValueError as error:
-        raise ValueError(f"cost model {source!r}: {one_line(error)}") from None
-
-
-def read_yaml(source: str) -> Any:
-    """Plain values; nothing in the file is resolved, so it cannot read the environment."""
-    from omegaconf import OmegaConf
-
-    try:
-        text = Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source!r} cannot be read: {why_unreadable(error)}") from None
-    with parsing(f"{source!r} is not YAML"):
-        return OmegaConf.to_container(OmegaConf.create(text), resolve=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from megatron_batching.plan.cost import read_yaml
+from megatron_batching.plan.cost_files import read_yaml
 from megatron_batching.plan.layout import Layout
 from megatron_batching.schedules.files import entries, entry, one_line
 

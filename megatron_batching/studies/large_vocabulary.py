@@ -45,7 +45,7 @@ from megatron_batching.plan import (
     load_cost_model,
     read_lengths,
 )
-from megatron_batching.plan.cost import read_yaml
+from megatron_batching.plan.cost_files import read_yaml
 from megatron_batching.plan.stages import Stage, layout_text, pipeline_stages
 from megatron_batching.program import run as run_program
 from megatron_batching.studies.step_memory import Row, measure
