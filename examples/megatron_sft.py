@@ -1,10 +1,12 @@
 """Supervised fine-tuning by Megatron's own trainer: uneven samples, planned micro-batches.
 
 The import of `pretrain` and the argument `batching` are all that differs from a program for
-`megatron.training`; with `--own` the trainer cuts the same samples itself, a fixed number of rows
-padded to `--seq-length`. Further arguments are Megatron's. Needs megatron-core 0.19 (Python 3.12).
+`megatron.training`. With `--own` the trainer cuts the same samples itself, a fixed number of rows
+padded to `--seq-length`; with `--own-short` each of these micro-batches ends with its longest
+sample, and Megatron exchanges shapes. Further arguments are Megatron's. Needs megatron-core 0.19
+(Python 3.12).
 
-Run: torchrun --nproc-per-node 2 examples/megatron_sft.py [--own] [MEGATRON'S ARGUMENTS ..]
+Run: torchrun --nproc-per-node 2 examples/megatron_sft.py [--own|--own-short] [MEGATRON'S ..]
 """
 
 import functools
@@ -28,7 +30,7 @@ ARGUMENTS = """
     --micro-batch-size 2 --global-batch-size 16 --train-iters 20 --lr 1e-3 --log-interval 1
     --eval-interval 10 --eval-iters 1 --calculate-per-token-loss --dataloader-type cyclic
     --num-workers 0 --tokenizer-type NullTokenizer --transformer-impl local
-    --no-gradient-accumulation-fusion --no-persist-layer-norm
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --moe-token-dispatcher-type alltoall
 """
 WITHOUT_GPU = """
     --distributed-backend gloo --use-cpu-initialization --no-masked-softmax-fusion
@@ -88,9 +90,14 @@ def build_model(args: Any, **of_stage: Any) -> GPTModel:
 
 
 def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
+    from megatron.training import get_args
+
     device = torch.cuda.current_device()
     batch = {name: value.to(device) for name, value in next(iterator).items()}
     width = batch["tokens"].shape[1]
+    if get_args().variable_seq_lengths:
+        width = int(batch["loss_mask"].sum(dim=0).nonzero()[-1]) + 1
+        batch = {name: value[:, :width] for name, value in batch.items()}
     mask = torch.ones(1, 1, width, width, dtype=torch.bool, device=device).triu(1)
     output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
 
@@ -102,7 +109,7 @@ def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tup
     return output, loss
 
 
-def train(own: bool) -> None:
+def train(cut: str) -> None:
     from megatron.training import training
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
@@ -110,6 +117,7 @@ def train(own: bool) -> None:
     arguments = ARGUMENTS + ("" if torch.cuda.is_available() else WITHOUT_GPU)
     sys.argv[1:] = [*arguments.split(), "--vocab-size", str(VOCABULARY), *sys.argv[1:]]
     args = parse_and_validate_args()
+    args.variable_seq_lengths = cut == "own-short"
     provider = functools.partial(data_sets, seq_length=args.seq_length)
     provider.is_distributed = True  # type: ignore[attr-defined]  # data on every rank
     started = (
@@ -119,10 +127,12 @@ def train(own: bool) -> None:
         forward_step,
         functools.partial(build_model, args),
     )
-    if own:
+    if cut != "planned":
         training.pretrain(*started)
         return
-    pretrain(*started, batching=BatchingOptions(max_tokens_per_micro_batch=256, packing="padded"))
+    # As many tokens as a micro-batch of the trainer's own holds, its padding included.
+    cap = args.micro_batch_size * args.seq_length
+    pretrain(*started, batching=BatchingOptions(max_tokens_per_micro_batch=cap, packing="padded"))
 
 
 def without_a_gpu() -> None:
@@ -139,8 +149,8 @@ def without_a_gpu() -> None:
 
 
 if __name__ == "__main__":
-    own = "--own" in sys.argv
-    sys.argv = [argument for argument in sys.argv if argument != "--own"]
+    cuts = [name for name in ("own", "own-short") if f"--{name}" in sys.argv]
+    sys.argv = [argument for argument in sys.argv if argument not in ("--own", "--own-short")]
     without_a_gpu()
-    train(own)
+    train(cuts[0] if cuts else "planned")
     shut_down()
