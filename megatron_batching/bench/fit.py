@@ -131,8 +131,9 @@ class Calibration:
 
 def write_cost_file(path: Path, found: Calibration) -> Path:
     """Write the YAML that `--cost` takes; what it says beside the coefficients is for readers."""
+    others = {"coefficients", "of_work"}
     quality = {
-        name: [{k: v for k, v in asdict(fit).items() if k != "coefficients"} for fit in of_stage]
+        name: [{k: v for k, v in asdict(fit).items() if k not in others} for fit in of_stage]
         for name, of_stage in found.fits.items()
     }
     values = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_batching.plan.cost import weigh
+from megatron_batching.plan.cost import weigh, with_first_stage
 from megatron_batching.plan.counts import count_range, legal_count, open_groups
 from megatron_batching.plan.layout import Layout
 from megatron_batching.plan.options import BatchingOptions
@@ -40,7 +40,7 @@ def _work(problem: PackingProblem, layout: Layout, options: BatchingOptions, cou
     num_micro_batches = float(count * layout.dp)
     if not problem.padded and options.oversize == "error":
         num_micro_batches = max(num_micro_batches, -(-problem.weights.sum() // problem.cap))
-    work = np.array([num_micro_batches, problem.items.tokens.sum(), problem.items.pairs.sum()])
+    work = _whole(problem, num_micro_batches, np.arange(len(problem.items)))
     smallest = np.array([1.0, problem.alone[:, 1].min(), problem.alone[:, 2].min()])
     smallest[1:] = np.minimum(smallest[1:], [problem.dummy_tokens, problem.dummy_tokens**2])
     forward = weigh(smallest, model.forward)
@@ -64,8 +64,11 @@ def _trip(problem: PackingProblem, layout: Layout, count: int) -> float:
     model, whole = problem.model, (_per_stage(problem) - _put_off(problem)).sum(0)
     backward = model.backward - _put_off(problem)
     ends = np.stack([model.forward[0], model.forward[-1] if problem.forward_only else backward[0]])
-    trips = weigh(problem.alone, whole[None])[:, 0]
-    passing = weigh(problem.alone, ends).min(axis=1)
+    forward, back = _rates(problem)
+    trips = with_first_stage(weigh(problem.alone, whole[None]), problem.alone, forward + back)[:, 0]
+    ways = with_first_stage(weigh(problem.alone, ends), problem.alone, forward)
+    ways = with_first_stage(ways[:, ::-1], problem.alone, back)
+    passing = ways.min(axis=1)
     # The overhead of the item's micro-batch, and of those that pass it.
     own = trips + whole[0] + (count - 1) * ends[:, 0].min()
     if layout.dp == 1:
@@ -85,9 +88,23 @@ def work_bound(problem: PackingProblem, shares: list[np.ndarray], pp: int) -> fl
 
     It is the work of the busiest rank with the overhead of a single micro-batch.
     """
-    items = problem.items
-    sums = [[1.0, items.tokens[share].sum(), items.pairs[share].sum()] for share in shares]
+    sums = [_whole(problem, 1.0, share) for share in shares]
     return float(_rank_work(problem, np.array(sums), pp).max())
+
+
+def _whole(problem: PackingProblem, num_micro_batches: float, share: np.ndarray) -> np.ndarray:
+    """[3 or 4] features of items in so many micro-batches together, without dummies."""
+    items = problem.items
+    sums = [num_micro_batches, items.tokens[share].sum(), items.pairs[share].sum()]
+    return np.array(sums if items.work is None else [*sums, items.work[share].sum()])
+
+
+def _rates(problem: PackingProblem) -> tuple[float, float]:
+    """What a unit of further work takes on the first stage, forward and backward."""
+    if problem.items.work is None:
+        return 0.0, 0.0
+    forward, backward = problem.model.rates_of_work()
+    return forward, 0.0 if problem.forward_only else backward
 
 
 def _per_stage(problem: PackingProblem) -> np.ndarray:
@@ -103,6 +120,7 @@ def _put_off(problem: PackingProblem) -> np.ndarray:
 
 
 def _rank_work(problem: PackingProblem, features: np.ndarray, pp: int) -> np.ndarray:
-    """Time [..., pp] in which each rank computes for features [..., 3] in all."""
+    """Time [..., pp] in which each rank computes for features [..., 3 or 4] in all."""
     stages = weigh(features, _per_stage(problem))
+    stages = with_first_stage(stages, features, sum(_rates(problem)))
     return stages.reshape(*stages.shape[:-1], -1, pp).sum(axis=-2)

@@ -19,6 +19,9 @@ a model that knows what this costs holds for any number of them:
 a: starting the exchange and two kernels for one, in each layer; b: what is exchanged for a token;
 c: what attention loses because its pieces are shorter.
 
+Samples may bring further work for the first virtual stage alone, such as images for a vision tower
+(`plan_mini_batch`). A micro-batch is then four numbers, that work last, in a unit of the caller's.
+
 Feature legend: packed, tokens = sum of padded lengths and pairs = sum of their squares; padded,
 tokens = rows x longest and pairs = rows x longest squared.
 """
@@ -81,6 +84,9 @@ class CostModel:
     sharing: Mapping[int, np.ndarray] = field(default_factory=dict)
     """From so many ranks on (2, and more where links get slower), a, b and c of the module's head:
     [2, S, 3] for forward and backward. Empty where nobody knows; the model then holds for `cp`."""
+    first_stage_rates: tuple[float, float] | None = None
+    """Forward and backward time of a unit of further work on the first virtual stage, see
+    `plan_mini_batch`; the same at every cp. None where nobody knows: such work is then refused."""
     memory_factor: float | None = None
     """Measured over foretold bytes of what depends on micro-batches, see `TrainingMemory.factor`;
     no time depends on it. None where it was not measured."""
@@ -118,6 +124,9 @@ class CostModel:
         if not self.forward[:, 1:].any():
             raise ValueError("forward must cost something per token or per token pair")
         object.__setattr__(self, "sharing", self._checked_sharing())
+        if self.first_stage_rates is not None:
+            rates = self.first_stage_rates
+            object.__setattr__(self, "first_stage_rates", _checked_rates(rates))
         check_factor("memory_factor", self.memory_factor)
 
     def __eq__(self, other: object) -> bool:
@@ -137,8 +146,8 @@ class CostModel:
         return hash((*self._scalars, self._sharing_bytes, *parts))
 
     @property
-    def _scalars(self) -> tuple[str, float, int | None, float | None]:
-        return self.unit, self.piece_time, self.cp, self.memory_factor
+    def _scalars(self) -> tuple[Any, ...]:
+        return self.unit, self.piece_time, self.cp, self.first_stage_rates, self.memory_factor
 
     @property
     def _weight_gradient(self) -> np.ndarray:
@@ -222,11 +231,27 @@ class CostModel:
         return self if self.cp is None else self.over(layout.cp)
 
     def times(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Forward and backward time at each stage: features [..., 3] to two arrays [..., S]."""
-        return weigh(features, self.forward), weigh(features, self.backward)
+        """Forward and backward time at each stage: features [..., 3 or 4] to two of [..., S]."""
+        forward, backward = weigh(features, self.forward), weigh(features, self.backward)
+        if features.shape[-1] == NUM_FEATURES:
+            return forward, backward
+        rates = self.rates_of_work()
+        return (
+            with_first_stage(forward, features, rates[0]),
+            with_first_stage(backward, features, rates[1]),
+        )
+
+    def rates_of_work(self) -> tuple[float, float]:
+        """`first_stage_rates`; ValueError where they are not known."""
+        if self.first_stage_rates is None:
+            raise ValueError(
+                "samples bring first_stage_work, and the cost model does not tell what a unit of "
+                "it takes: give it first_stage_rates, a forward and a backward time"
+            )
+        return self.first_stage_rates
 
     def weight_gradient_times(self, features: np.ndarray) -> np.ndarray:
-        """The part of the backward time that may run later: features [..., 3] to [..., S]."""
+        """The part of the backward time that may run later: features [..., 3 or 4] to [..., S]."""
         return weigh(features, self._weight_gradient)
 
     def scaled(
@@ -241,7 +266,7 @@ class CostModel:
         [[0.1, 1.0, 0.0]]
         """
         extra = [op_time, 0.0, 0.0]
-        weight = self.weight_gradient
+        weight, rates = self.weight_gradient, self.first_stage_rates
         return CostModel(
             forward=factor * self.forward + extra,
             backward=factor * self.backward + extra,
@@ -250,13 +275,18 @@ class CostModel:
             unit=unit,
             cp=self.cp,
             sharing={ranks: factor * added for ranks, added in self.sharing.items()},
+            first_stage_rates=None if rates is None else (factor * rates[0], factor * rates[1]),
             memory_factor=self.memory_factor,
         )
 
     def load(self, features: np.ndarray, forward_only: bool = False) -> np.ndarray:
-        """Time on all stages together: features [..., 3] to [...]."""
+        """Time on all stages together: features [..., 3 or 4] to [...]."""
         total = self.forward.sum(0) if forward_only else (self.forward + self.backward).sum(0)
-        return weigh(features, total[None])[..., 0]
+        times = weigh(features, total[None])[..., 0]
+        if features.shape[-1] > NUM_FEATURES:
+            forward, backward = self.rates_of_work()
+            times = times + features[..., -1] * (forward + (0.0 if forward_only else backward))
+        return times
 
     def check_layout(self, layout: Layout) -> None:
         """Raise ValueError unless the model has one row for each virtual stage of `layout`."""
@@ -268,7 +298,7 @@ class CostModel:
 
     def to_json(self) -> dict[str, Any]:
         """The model as plain numbers; `from_json` reads it back."""
-        weight = self.weight_gradient
+        weight, rates = self.weight_gradient, self.first_stage_rates
         return {
             "unit": self.unit,
             "forward": self.forward.tolist(),
@@ -277,6 +307,7 @@ class CostModel:
             **({"piece_time": self.piece_time} if self.piece_time else {}),
             **({} if self.cp is None else {"cp": self.cp}),
             **({"sharing": self._sharing_as_values()} if self.sharing else {}),
+            **({} if rates is None else {"first_stage_rates": list(rates)}),
             **({} if self.memory_factor is None else {"memory_factor": self.memory_factor}),
         }
 
@@ -287,14 +318,14 @@ class CostModel:
     def from_json(cls, value: dict[str, Any]) -> CostModel:
         """Read what `to_json` wrote; ValueError when a key is missing or unknown."""
         arrays = ("forward", "backward", "weight_gradient")
-        others = {"unit", "piece_time", "cp", "sharing", "memory_factor"}
+        others = {"unit", "piece_time", "cp", "sharing", "first_stage_rates", "memory_factor"}
         unknown = sorted(set(map(str, value)) - others - set(arrays))
         missing = sorted({"forward", "backward"} - set(value))
         if unknown or missing:
             raise ValueError(
                 f"cost model JSON has unknown keys {unknown} and lacks {missing}: it needs forward "
                 "and backward, each [virtual stages][3], and may have weight_gradient, piece_time, "
-                "unit and memory_factor"
+                "unit, first_stage_rates and memory_factor"
             )
         try:
             coefficients = {
@@ -317,6 +348,7 @@ class CostModel:
             unit=unit,
             cp=cp,
             sharing=sharing,
+            first_stage_rates=value.get("first_stage_rates"),
             memory_factor=value.get("memory_factor"),
         )
 
@@ -345,8 +377,38 @@ def added_by_sharing(sharing: Mapping[int, np.ndarray], cp: int) -> np.ndarray:
     return added * np.array([1.0, part, part])
 
 
+def _checked_rates(value: Any) -> tuple[float, float]:
+    """A forward and a backward time, both finite and at least 0; ValueError else."""
+    is_pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
+    if not is_pair or not all(_is_time(rate) for rate in value):
+        raise ValueError(
+            f"first_stage_rates={shortened(value)} must be two finite numbers of at least 0, the "
+            "forward and the backward time of a unit of work"
+        )
+    return float(value[0]), float(value[1])
+
+
+def _is_time(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value <= sys.float_info.max
+
+
+def with_first_stage(times: np.ndarray, features: np.ndarray, rate: float) -> np.ndarray:
+    """Times [..., S] with what the work that features [..., 4] end with adds on the first stage.
+
+    Features without it add nothing.
+    """
+    if features.shape[-1] == NUM_FEATURES:
+        return times
+    times = times.copy()
+    times[..., 0] += rate * features[..., NUM_FEATURES]
+    return times
+
+
 def weigh(features: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
     """features [..., 3] times coefficients [S, 3], summed over the three: [..., S].
+
+    What features hold beyond the three is left out.
 
     Not a matrix product: that may round differently on another processor, and ranks on different
     machines have to get the same plan to the last bit.

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_batching.plan.cost import CostModel
+from megatron_batching.plan.cost import NUM_FEATURES, CostModel
 from megatron_batching.schedules import Op
 
 OpTimes = dict[tuple[str, int], list[tuple[Any, float]]]
@@ -43,6 +43,7 @@ class StageFit:
         mean_residual_s: mean absolute residual.
         worst_residual_s: largest absolute residual.
         mean_s: mean time, to judge the residuals by.
+        of_work: seconds per unit of further work; None where there was none.
     """
 
     coefficients: tuple[float, float, float]
@@ -50,6 +51,7 @@ class StageFit:
     mean_residual_s: float
     worst_residual_s: float
     mean_s: float
+    of_work: float | None = None
 
 
 def fit_stage(
@@ -58,7 +60,7 @@ def fit_stage(
     """Non-negative least squares.
 
     Args:
-        features: [n, 3] of each op's micro-batch.
+        features: [n, 3] of each op's micro-batch; [n, 4] with further work of the first stage last.
         seconds: [n] time of each op.
         whole: coefficients of what these times are a part of; where one is 0, the part's is, too.
 
@@ -70,6 +72,8 @@ def fit_stage(
     >>> [round(c, 6) for c in fit.coefficients], round(fit.r_squared, 6)
     ([2.0, 0.5, 0.0], 1.0)
     """
+    if not features[:, NUM_FEATURES:].any():
+        features = features[:, :NUM_FEATURES]
     num_features = features.shape[1]
     different = len(np.unique(features, axis=0))
     if different < num_features:
@@ -79,7 +83,7 @@ def fit_stage(
         )
     scale = np.abs(features).max(axis=0)
     scaled = features / scale
-    usable = [k for k in range(num_features) if whole[k]]
+    usable = [k for k in range(num_features) if k >= NUM_FEATURES or whole[k]]
     best = _without_negative(scaled, seconds, usable)
     far = np.abs(scaled @ best - seconds)
     is_far = far > max(_FAR * float(np.median(far)), _LEAST_FAR * float(seconds.mean()))
@@ -92,18 +96,19 @@ def fit_stage(
     residuals = np.abs(scaled @ best - seconds)
     least = float((residuals**2).sum())
     variance = float(((seconds - seconds.mean()) ** 2).sum())
-    first, second, third = (best / scale).tolist()
+    first, second, third, *of_work = (best / scale).tolist()
     return StageFit(
         coefficients=(first, second, third),
         r_squared=1.0 - least / variance if variance else 1.0,
         mean_residual_s=float(residuals.mean()),
         worst_residual_s=float(residuals.max()),
         mean_s=float(seconds.mean()),
+        of_work=of_work[0] if of_work else None,
     )
 
 
 def _without_negative(features: np.ndarray, seconds: np.ndarray, usable: list[int]) -> np.ndarray:
-    """[3] coefficients of least squared error, none negative, and 0 where not usable."""
+    """[3 or 4] coefficients of least squared error, none negative, and 0 where not usable."""
     best = np.zeros(features.shape[1])
     least = float((seconds**2).sum())
     for size in range(1, len(usable) + 1):
@@ -156,8 +161,14 @@ def fit_times(times: OpTimes) -> tuple[CostModel, dict[str, list[StageFit]]]:
     if weight is not None:
         # Each is fitted by itself, so that noise may make the part larger than the whole.
         weight = np.minimum(weight, found["backward"])
+    of_forward, of_backward = fits["forward"][0].of_work, fits["backward"][0].of_work
+    rates = None if of_forward is None or of_backward is None else (of_forward, of_backward)
     model = CostModel(
-        forward=found["forward"], backward=found["backward"], weight_gradient=weight, unit="s"
+        forward=found["forward"],
+        backward=found["backward"],
+        weight_gradient=weight,
+        unit="s",
+        first_stage_rates=rates,
     )
     return model, fits
 
@@ -211,6 +222,8 @@ def _fit_stages(
     fits = []
     for stage in range(num_stages):
         features, seconds = map(np.array, zip(*times[kind, stage], strict=True))
+        if stage > 0:  # further work is of the first one alone
+            features = features[:, :NUM_FEATURES]
         known = {} if whole is None else {"whole": whole[stage]}
         fits.append(fit_stage(features, seconds, **known))
     return fits

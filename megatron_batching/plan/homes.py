@@ -240,7 +240,9 @@ def among_equals(
     places = [(rank, len(held)) for rank, packing in enumerate(packings) for held in packing]
     rank_of = np.repeat([rank for rank, _ in places], [count for _, count in places])
     kinds: dict[tuple[float, ...], list[int]] = defaultdict(list)
-    columns = (items.rows, items.tokens, items.pairs, items.longest)
+    columns = [items.rows, items.tokens, items.pairs, items.longest]
+    if items.work is not None:
+        columns.append(items.work)
     for at, key in enumerate(zip(*(column[flat].tolist() for column in columns), strict=True)):
         kinds[key].append(at)
     for slots in kinds.values():

@@ -43,6 +43,10 @@ class Items:
     """[I] longest padded length."""
     owner: np.ndarray
     """[I] dp rank that holds the item."""
+    first_stage_work: tuple[float, ...] | None = None
+    """[K] as `plan_mini_batch` takes it."""
+    work: np.ndarray | None = None
+    """[I] further work of each item on the first virtual stage, if any has some."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -137,10 +141,16 @@ def gather_items(
     layout: Layout,
     options: BatchingOptions,
     owners: Sequence[int] | None = None,
+    first_stage_work: Sequence[float] | None = None,
 ) -> Items:
-    """Items of one mini-batch; ValueError for lengths, owners or groups that cannot be planned."""
+    """Items of one mini-batch; ValueError for what cannot be planned.
+
+    Arguments as of `plan_mini_batch`.
+    """
     values = check_lengths(lengths)
     num_samples = len(values)
+    work = check_work(first_stage_work, num_samples)
+    given = None if work is None else tuple(work.tolist())
     owner = check_owners(owners, num_samples, layout.dp)
     align = options.alignment(layout)
     sizes = -(-values // align) * align
@@ -155,6 +165,7 @@ def gather_items(
         tokens = np.add.reduceat(sizes[flat], starts)
         pairs = np.add.reduceat(sizes[flat].astype(float) ** 2, starts)
         longest = np.maximum.reduceat(sizes[flat], starts)
+        work = None if work is None else np.add.reduceat(work[flat], starts)
         item_owner = owner[flat[starts]]
         if options.balance == "none":
             for group in members:
@@ -173,6 +184,8 @@ def gather_items(
         pairs=pairs,
         longest=longest,
         owner=item_owner,
+        first_stage_work=given,
+        work=work,
     )
     if options.oversize == "error":
         _refuse_oversize(items, layout, options)
@@ -217,6 +230,27 @@ def check_owners(owners: Sequence[int] | None, num_samples: int, dp: int) -> np.
     if not np.issubdtype(values.dtype, np.integer) or values.min() < 0 or values.max() >= dp:
         raise ValueError(f"owners must be dp ranks from 0 to {dp - 1}")
     return values.astype(np.int64)
+
+
+def check_work(work: Sequence[float] | None, num_samples: int) -> np.ndarray | None:
+    """First-stage work as an array [K], None where none is given; ValueError for what is none."""
+    if work is None:
+        return None
+    try:
+        values = np.asarray(work, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"first_stage_work={shortened(work)} must be a list of numbers") from None
+    if values.shape != (num_samples,):
+        raise ValueError(
+            f"first_stage_work has {values.size} entries for {num_samples} samples: give one each"
+        )
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(
+            f"sample {row} has first_stage_work {values[row]}: it must be finite and at least 0"
+        )
+    return values
 
 
 def _refuse_oversize(items: Items, layout: Layout, options: BatchingOptions) -> None:

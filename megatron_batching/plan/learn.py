@@ -23,7 +23,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_batching.plan.cost import CostModel, added_by_sharing
+from megatron_batching.plan.cost import NUM_FEATURES, CostModel, added_by_sharing
 from megatron_batching.plan.fit import OpTimes, fit_times, op_seconds
 from megatron_batching.plan.micro_batch_plan import MicroBatchPlan
 from megatron_batching.schedules import Op
@@ -87,7 +87,7 @@ def refit(current: CostModel, steps: Sequence[MeasuredStep]) -> Refit:
         fitted = _fitted(current, steps)
     except (ValueError, np.linalg.LinAlgError) as problem:
         return Refit(model=None, error=None, reason=str(problem))
-    fitted = _with_host_time(_with_weight_gradients(fitted, current, steps), steps)
+    fitted = _with_host_time(_with_unseen(fitted, current, steps), steps)
     is_learned = current.unit == SECONDS
     if is_learned:
         fitted = _between(current, fitted)
@@ -136,7 +136,8 @@ def measured_op_times(
         layout = step.plan.layout
         part = (cp or layout.cp) / layout.cp
         features = [rows.tolist() for rows in step.features]
-        alike = [(rows * [1.0, part, part]).tolist() for rows in step.features]
+        scale = np.array([1.0, part, part, 1.0])
+        alike = [(rows * scale[: rows.shape[1]]).tolist() for rows in step.features]
         added = None
         if sharing:
             added = added_by_sharing(sharing, layout.cp)
@@ -146,7 +147,7 @@ def measured_op_times(
                 stage = op.chunk * layout.pp + pp_rank
                 if added is not None and op.kind != "W":
                     row = added[int(op.kind == "B"), stage]
-                    seconds -= float(row @ features[dp_rank][op.micro_batch])
+                    seconds -= float(row @ features[dp_rank][op.micro_batch][:NUM_FEATURES])
                 found[op.kind, stage].append((tuple(alike[dp_rank][op.micro_batch]), seconds))
     return dict(found)
 
@@ -169,24 +170,32 @@ def _with_sharing(
 
 
 def _load_ratio(fitted: CostModel, current: CostModel, steps: Sequence[MeasuredStep]) -> float:
-    """How much longer the fit says that all ops of the steps take."""
-    features = np.concatenate([rows for step in steps for rows in step.features])
+    """How much longer the fit says that all ops of the steps take, for their tokens."""
+    features = np.concatenate([of[:, :NUM_FEATURES] for step in steps for of in step.features])
     return float(fitted.load(features).sum() / current.load(features).sum())
 
 
-def _with_weight_gradients(
-    fitted: CostModel, current: CostModel, steps: Sequence[MeasuredStep]
-) -> CostModel:
-    """What a fit cannot tell of weight gradients, taken from the costs in use in proportion.
+def _with_unseen(fitted: CostModel, current: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:
+    """What a fit cannot tell, taken from the costs in use in proportion.
 
-    Steps that put none off say nothing of their time, and none may be put off again without it.
+    Steps that put no weight gradient off say nothing of their time, and none may be put off again
+    without it; nor do steps without further work on the first stage of that.
     """
     weight = fitted.weight_gradient
     if weight is None and current.weight_gradient is not None:
         whole = np.where(current.backward > 0, current.backward, 1.0)
         weight = fitted.backward * (current.weight_gradient / whole)
     ratio = _load_ratio(fitted, current, steps)
-    return replace(fitted, weight_gradient=weight, piece_time=current.piece_time * ratio)
+    return replace(
+        fitted,
+        weight_gradient=weight,
+        piece_time=current.piece_time * ratio,
+        first_stage_rates=fitted.first_stage_rates or _scaled(current.first_stage_rates, ratio),
+    )
+
+
+def _scaled(rates: tuple[float, float] | None, ratio: float) -> tuple[float, float] | None:
+    return None if rates is None else (ratio * rates[0], ratio * rates[1])
 
 
 def _with_host_time(model: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:
@@ -218,10 +227,15 @@ def _between(current: CostModel, fitted: CostModel) -> CostModel:
         return (1.0 - _DAMPING) * a + _DAMPING * b
 
     old, new = current.weight_gradient, fitted.weight_gradient
+    before, rates = current.first_stage_rates, fitted.first_stage_rates
+    if before is not None and rates is not None:
+        forward, backward = mix(np.array(before), np.array(rates)).tolist()
+        rates = forward, backward
     return replace(
         fitted,
         forward=mix(current.forward, fitted.forward),
         backward=mix(current.backward, fitted.backward),
         weight_gradient=new if old is None or new is None else mix(old, new),
         piece_time=(1.0 - _DAMPING) * current.piece_time + _DAMPING * fitted.piece_time,
+        first_stage_rates=rates,
     )

@@ -89,6 +89,8 @@ class MicroBatchPlan:
     """One for each dp rank, in rank order."""
     predicted: Prediction
     """From the cost model and the simulator."""
+    first_stage_work: tuple[float, ...] | None = None
+    """Further work of each sample on the first virtual stage, see `plan_mini_batch`."""
     planning_seconds: float = field(default=0.0, compare=False)
     """Measured, so not part of equality."""
 
@@ -155,12 +157,20 @@ class MicroBatchPlan:
         ]
 
     def features(self, dp_rank: int) -> np.ndarray:
-        """[M, 3] (1, tokens, token pairs) of one replica's micro-batches, as cost models take."""
+        """[M, 3] (1, tokens, token pairs) of one replica's micro-batches, as cost models take.
+
+        [M, 4] with the work last, where samples bring further work for the first stage.
+        """
         padded = [
             padded_lengths(lengths, packing=self.options.packing, align=self.alignment)
             for lengths in self._lengths_of(dp_rank)
         ]
-        return np.array([(1.0, sum(of), sum(n * n for n in of)) for of in padded])
+        features = np.array([(1.0, sum(of), sum(n * n for n in of)) for of in padded])
+        if self.first_stage_work is None:
+            return features
+        batches = self.replicas[dp_rank].micro_batches
+        work = [sum(self.first_stage_work[row] for row in batch.samples) for batch in batches]
+        return np.column_stack([features, work])
 
     def simulate(
         self, dp_rank: int, model: CostModel, communication: Communication = COMMUNICATION
@@ -225,7 +235,7 @@ class MicroBatchPlan:
         layout, options = self.layout, self.options
         if layout.cp not in options.cp_sizes(layout):
             raise ValueError(f"cp={layout.cp} is none of those to choose from, cp={options.cp}")
-        items = gather_items(self.lengths, layout, options, self.owners)
+        items = gather_items(self.lengths, layout, options, self.owners, self.first_stage_work)
         if [r.dp_rank for r in self.replicas] != list(range(layout.dp)):
             raise ValueError(f"replicas must be dp ranks 0 to {layout.dp - 1}, in order")
         if layout.group is not None and self.group != layout.group:
@@ -320,7 +330,7 @@ class MicroBatchPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values; `from_json` reads it back."""
-        predicted = asdict(self.predicted)
+        predicted, work = asdict(self.predicted), self.first_stage_work
         predicted["peak_tokens_in_flight"] = list(self.predicted.peak_tokens_in_flight)
         if self.predicted.peak_bytes:
             predicted["peak_bytes"] = list(self.predicted.peak_bytes)
@@ -351,6 +361,7 @@ class MicroBatchPlan:
             "options": options,
             "lengths": list(self.lengths),
             "owners": list(self.owners),
+            **({} if work is None else {"first_stage_work": list(work)}),
         }
 
     @classmethod
@@ -358,7 +369,7 @@ class MicroBatchPlan:
         """Read what `to_json` wrote, and check it; ValueError when it is no plan or a wrong one."""
         if not isinstance(value, dict):
             raise ValueError(f"not a plan: the JSON is {shortened(value)}, not a mapping")
-        missing = sorted({f.name for f in fields(cls)} - set(value))
+        missing = sorted({f.name for f in fields(cls)} - {"first_stage_work"} - set(value))
         if missing:
             raise ValueError(f"not a plan: the JSON lacks {', '.join(missing)}")
         try:
@@ -368,6 +379,9 @@ class MicroBatchPlan:
                 group=entry(value, "group", int, type(None)),
                 lengths=entries(value, "lengths", int),
                 owners=entries(value, "owners", int),
+                first_stage_work=entries(value, "first_stage_work", float)
+                if value.get("first_stage_work") is not None
+                else None,
                 replicas=tuple(_read_replica(r) for r in entry(value, "replicas", list)),
                 predicted=_read_prediction(entry(value, "predicted", dict)),
                 planning_seconds=entry(value, "planning_seconds", float),

@@ -82,8 +82,12 @@ class PackingProblem:
             self.weights = alone_tokens(items, options.packing)
         tokens = alone_tokens(items, options.packing).astype(float)
         pairs = items.rows * items.longest.astype(float) ** 2 if self.padded else items.pairs
-        self.alone = np.stack([np.zeros(len(items)), tokens, pairs], axis=1)
-        """[I, 3] features that an item adds when it shares no padding, without the overhead."""
+        columns = [np.zeros(len(items)), tokens, pairs]
+        if items.work is not None:
+            model.rates_of_work()  # refuses work of which nobody knows what it takes
+            columns.append(items.work)
+        self.alone = np.stack(columns, axis=1)
+        """[I, 3 or 4] features that an item adds where it shares no padding; no overhead."""
         self.costs = model.load(self.alone, self.forward_only)
         """[I] time of an item on all stages together, without the overhead."""
         self._packed: dict[tuple[bytes, int, bytes], Packing | None] = {}
@@ -134,7 +138,7 @@ class PackingProblem:
         return self.features_of(flat, bins, len(packing))
 
     def features_of(self, chosen: np.ndarray, bins: np.ndarray, num_bins: int) -> np.ndarray:
-        """[num_bins, 3] features when item `chosen[i]` lies in bin `bins[i]`."""
+        """[num_bins, 3 or 4] features when item `chosen[i]` lies in bin `bins[i]`."""
         if self.padded:
             rows = np.bincount(bins, self.items.rows[chosen], num_bins)
             longest = np.zeros(num_bins)
@@ -145,6 +149,9 @@ class PackingProblem:
             pairs = np.bincount(bins, self.items.pairs[chosen], num_bins)
             features = np.stack([np.ones(num_bins), tokens, pairs], axis=1)
         features[features[:, 1] == 0, 1:] = self.dummy_tokens, self.dummy_tokens**2
+        if self.items.work is not None:
+            work = np.bincount(bins, self.items.work[chosen], num_bins)
+            features = np.column_stack([features, work])
         return features
 
     def measure(

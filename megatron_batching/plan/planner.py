@@ -64,6 +64,7 @@ def plan_mini_batch(
     owners: Sequence[int] | None = None,
     memory_model: MemoryModel | None = None,
     moving: Moving | None = None,
+    first_stage_work: Sequence[float] | None = None,
 ) -> MicroBatchPlan:
     """Plan one mini-batch, on all replicas at once.
 
@@ -78,6 +79,9 @@ def plan_mini_batch(
             are noted).
         memory_model: what ranks hold; needed for, and only used with, `options.memory_limit`.
         moving: what it costs that samples travel; by default as `Moving()` says. Only with owners.
+        first_stage_work: what each sample brings beyond its tokens for the first virtual stage
+            alone, such as images for a vision tower, in any unit of which the cost model tells the
+            time (`CostModel.first_stage_rates`). Memory that it takes is not limited.
 
     Raises:
         ValueError: the input cannot be planned; the line names value, rule and remedy.
@@ -89,29 +93,36 @@ def plan_mini_batch(
     8
     """
     started = time.perf_counter()
-    searches = _searches(lengths, layout, options, cost_model, owners, memory_model, moving)
+    searches = _searches(
+        lengths, layout, options, cost_model, owners, memory_model, moving, first_stage_work
+    )
     search, found, bound = _best(searches)
-    problem, layout, options = search.problem, search.layout, search.options
-    items = problem.items
+    items = search.problem.items
     return MicroBatchPlan(
-        layout=layout,
-        options=options,
+        layout=search.layout,
+        options=search.options,
         group=found.group,
         lengths=items.lengths,
         owners=items.owners,
         replicas=tuple(_replica(rank, found, items) for rank in range(len(found.packings))),
-        predicted=predict(
-            problem.model,
-            layout,
-            found.group,
-            found.features,
-            bound,
-            forward_only=options.forward_only,
-            deferrals=found.deferrals,
-            step_time=found.step_time,
-            peak_bytes=found.peak_bytes,
-        ),
+        first_stage_work=items.first_stage_work,
+        predicted=_predicted(search, found, bound),
         planning_seconds=time.perf_counter() - started,
+    )
+
+
+def _predicted(search: Search, found: Found, bound: float) -> Prediction:
+    """What the simulator says of a plan; bound: the step that none beats."""
+    return predict(
+        search.problem.model,
+        search.layout,
+        found.group,
+        found.features,
+        bound,
+        forward_only=search.options.forward_only,
+        deferrals=found.deferrals,
+        step_time=found.step_time,
+        peak_bytes=found.peak_bytes,
     )
 
 
@@ -249,6 +260,7 @@ def _searches(
     owners: Sequence[int] | None,
     memory_model: MemoryModel | None,
     moving: Moving | None = None,
+    first_stage_work: Sequence[float] | None = None,
 ) -> list[Search]:
     """A search on each layout that the options leave open, by ascending cp.
 
@@ -272,7 +284,9 @@ def _searches(
             held = owners
             if owners is not None and cp != layout.cp:
                 held = owners_over(check_owners(owners, len(lengths), layout.dp), layout, cp)
-            problem, limits = _problem(lengths, dealt, options, model, held, memory_model)
+            problem, limits = _problem(
+                lengths, dealt, options, model, held, memory_model, first_stage_work
+            )
             homes = _homes(problem, limits, held, moving)
             found.append(Search(problem, dealt, limits, homes))
         except ValueError as error:
@@ -289,11 +303,12 @@ def _problem(
     model: CostModel,
     owners: Sequence[int] | None,
     memory_model: MemoryModel | None,
+    first_stage_work: Sequence[float] | None = None,
 ) -> tuple[PackingProblem, BatchingOptions]:
     """The problem of checked lengths, and the options with the cap that a memory limit sets."""
     check_size(len(lengths), layout, options)
     options, memory = limited(options, layout, memory_model, lengths)
-    items = gather_items(lengths, layout, options, owners)
+    items = gather_items(lengths, layout, options, owners, first_stage_work)
     return PackingProblem(items, layout, options, model.of_layout(layout), memory), options
 
 

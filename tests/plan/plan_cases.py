@@ -60,11 +60,18 @@ def options(draw: st.DrawFn, num_samples: int) -> BatchingOptions:
     )
 
 
-def optimum(lengths: list[int], layout: Layout, cap: int, model: CostModel) -> float:
+def optimum(
+    lengths: list[int],
+    layout: Layout,
+    cap: int,
+    model: CostModel,
+    work: list[float] | None = None,
+) -> float:
     """Least step time over every assignment of samples to replicas and ordered micro-batches.
 
     Counts up to one sample a micro-batch, or the least legal one; every group that a plan may
-    choose; dummies wherever they may be. packed, no alignment.
+    choose; dummies wherever they may be. packed, no alignment. work: on the first stage, of each
+    sample.
     """
     num_samples, sizes = len(lengths), np.array(lengths)
     subsets = 1 << num_samples
@@ -81,6 +88,10 @@ def optimum(lengths: list[int], layout: Layout, cap: int, model: CostModel) -> f
                 values = np.tile(sizes.astype(float) ** power, len(chosen))
                 held = np.bincount(flat, values, len(chosen) * bins).reshape(-1, bins)
                 features[:, :, power] = np.where(held == 0, 1, held)[:, :count]
+            if work is not None:
+                held = np.bincount(flat, np.tile(work, len(chosen)), len(chosen) * bins)
+                held = held.reshape(-1, bins, 1)[:, :count]
+                features = np.concatenate([features, held], axis=2)
             fits = (features[:, :, 1] <= cap).all(axis=1)
             subset = (chosen < count) @ (1 << np.arange(num_samples))
             schedule = make_schedule(layout, group, count, forward_only=False)
