@@ -19,7 +19,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from megatron_batching.bench.figures import ComparedFigures
+from megatron_batching.bench.figures import ComparedFigures, titled
+from megatron_batching.bench.gather import first_ranks
 from megatron_batching.bench.outputs import TIMELINE
 from megatron_batching.bench.train_config import TrainConfig
 from megatron_batching.data import synthetic_mini_batch
@@ -121,12 +122,12 @@ def _summary(steps: Sequence[StepReport]) -> ComparedFigures:
 
 
 def _timeline(name: str, steps: Sequence[StepReport]) -> Timeline:
-    """All ranks' events of the step of median duration."""
+    """The events of all stages in the step of median duration."""
     typical = sorted(steps, key=lambda step: step.step_time_s)[len(steps) // 2]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, typical.events)
-    events = tuple(event for rank_events in gathered for event in rank_events)
-    return Timeline(events=events, title=name, source="measured")
+    events = tuple(event for rank in first_ranks(gathered) for event in gathered[rank])
+    return Timeline(events=events, title=titled(name, typical.plan), source="measured")
 
 
 def _table(results: dict[str, ComparedFigures]) -> Table:

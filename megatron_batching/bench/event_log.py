@@ -23,6 +23,8 @@ EVENT_TAGS = {
     "step_time_s": "step/measured_s",
     "schedule_time_s": "step/schedule_s",
     "bubble_fraction": "step/bubble_fraction",
+    "dp": "plan/dp",
+    "cp": "plan/cp",
     "micro_batches": "plan/micro_batches",
     "dummies": "plan/dummies",
     "samples": "plan/samples",

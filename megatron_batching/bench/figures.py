@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_batching.plan import Layout
+from megatron_batching.plan import Layout, MicroBatchPlan
+
+
+def titled(name: str, plan: MicroBatchPlan) -> str:
+    """The name of a picture's part, with the dp and cp that its plan chose if it was to choose."""
+    if plan.options.cp is None:
+        return name
+    return f"{name}, dp {plan.layout.dp} x cp {plan.layout.cp}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +154,8 @@ class MiniBatchFigures:
         mini_batch: its number, from 0.
         samples: of the global mini-batch.
         tokens: of the global mini-batch, without padding.
+        dp: replicas of the plan, which may have chosen how many.
+        cp: ranks of it that share each sample.
         micro_batches: of the replica that has most.
         dummies: of all replicas.
         loss: the aggregated loss of the mini-batch.
@@ -163,6 +172,8 @@ class MiniBatchFigures:
     mini_batch: int
     samples: int
     tokens: int
+    dp: int
+    cp: int
     micro_batches: int
     dummies: int
     loss: float

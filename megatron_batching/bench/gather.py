@@ -60,6 +60,21 @@ def _offset(group: dist.ProcessGroup) -> float:
     return best[1]
 
 
+def first_ranks(everyone: Sequence[Sequence[Event]]) -> list[int]:
+    """Of the ranks that run each stage of each replica, the first; the others share its ops.
+
+    A timeline with all of them would hold each op several times, and costs that are fitted to it
+    would be as many times too high.
+
+    Args:
+        everyone: the ops of every rank.
+    """
+    found: dict[tuple[int, int], int] = {}
+    for rank, events in enumerate(everyone):
+        found.setdefault((events[0].dp_rank, events[0].pp_rank), rank)
+    return list(found.values())
+
+
 def gather(
     events: Sequence[Event],
     messages: StepMessages,
@@ -82,7 +97,8 @@ def gather(
     first = min(start for _, _, start in everyone)
     all_events: list[Event] = []
     all_messages = []
-    for of_rank, of_messages, start in everyone:
+    for rank in first_ranks([events for events, *_ in everyone]):
+        of_rank, of_messages, start = everyone[rank]
         late = start - first
         all_events += [replace(e, start_s=e.start_s + late, end_s=e.end_s + late) for e in of_rank]
         all_messages.append(

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from megatron_batching.bench.figures import SimulatedFigures
+from megatron_batching.bench.figures import SimulatedFigures, titled
 from megatron_batching.bench.outputs import Outputs
 from megatron_batching.bench.recording import Recording
 from megatron_batching.plan import (
@@ -61,7 +61,7 @@ def simulate_plan(
 
     Args:
         plan: the plan.
-        title: of the timeline.
+        title: of the timeline, to which is added what the plan chose.
         cost: as `load_cost_model` takes it; counts tokens when left out.
         communication: how tensors travel between ranks.
         replica: dp rank to show; the slowest when left out, -1 for all.
@@ -77,6 +77,7 @@ def simulate_plan(
             f"replica is {replica}, the plan has {plan.layout.dp}: give 0 to "
             f"{plan.layout.dp - 1}, or -1 for all"
         )
+    title = titled(title, plan)
     model = load_cost_model(cost or DEFAULT_COST, plan.layout)
     simulations = [
         plan.simulate(dp_rank, model, communication or COMMUNICATION)

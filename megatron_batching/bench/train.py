@@ -38,9 +38,8 @@ from megatron_batching.megatron.config import (
 )
 from megatron_batching.plan import load_cost_model
 from megatron_batching.plan.cost_quality import cost_warning
-from megatron_batching.plan.items import gather_items
-from megatron_batching.plan.limits import check_size
 from megatron_batching.plan.options import as_deferring
+from megatron_batching.plan.planner import check_known, check_mini_batch
 from megatron_batching.schedules.draw import check_picture
 from megatron_batching.schedules.files import check_folder
 
@@ -54,6 +53,7 @@ COLUMNS = (
     "#",
     "samples",
     "tokens",
+    "dp x cp",
     "micro-batches",
     "dummies",
     "loss",
@@ -121,13 +121,14 @@ def _checked_input(config: TrainConfig) -> tuple[list[list[int]], GivenCosts]:
     check_training(config)
     cost_model: GivenCosts = None
     if config.cost is not None:
-        is_learned = config.cost == "auto"
-        cost_model = "auto" if is_learned else load_cost_model(config.cost, config.layout)
+        cost_model = "auto"
+        if config.cost != "auto":
+            cost_model = load_cost_model(config.cost, config.layout)
+            check_known(config.layout, config.batching, cost_model)
     all_lengths = mini_batch_lengths(config.data)
     batching = aligned_batching(config.batching, config.layout, config.model.transformer)
     for lengths in all_lengths:
-        check_size(len(lengths), config.layout, batching)
-        gather_items(lengths, config.layout, batching)  # names a sample over the cap
+        check_mini_batch(lengths, config.layout, batching)  # names a sample over the cap
     return all_lengths, cost_model
 
 
@@ -149,7 +150,8 @@ def _start(
         timeout_s=config.run.timeout_s,
     )
     longest = max(all_lengths, key=max)
-    check_memory(config.model, config.layout, longest, placement.device)
+    shared = config.layout.dealt(max(config.batching.cp_sizes(config.layout)))
+    check_memory(config.model, shared, longest, placement.device)
     on_rank_zero(lambda: _check_places(config, event_folder))
     return PipelineEngine(
         model=config.model,
@@ -232,6 +234,8 @@ def _told(
         mini_batch=number,
         samples=len(mini_batch),
         tokens=tokens,
+        dp=report.plan.layout.dp,
+        cp=report.plan.layout.cp,
         micro_batches=max(r.num_micro_batches for r in report.plan.replicas),
         dummies=report.plan.num_dummies,
         loss=report.loss,
@@ -255,6 +259,7 @@ def _table(rows: Sequence[MiniBatchFigures]) -> Table:
             f"{row.mini_batch}",
             f"{row.samples}",
             f"{row.tokens:,}",
+            f"{row.dp} x {row.cp}",
             f"{row.micro_batches}",
             f"{row.dummies}",
             f"{row.loss:.4f}",

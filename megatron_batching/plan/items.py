@@ -264,6 +264,8 @@ def _refuse_oversize(items: Items, layout: Layout, options: BatchingOptions) -> 
                 f"{most}: raise it to at least {len(group)}, or pass oversize='alone'"
             )
         return
+    if cap is None:  # it is yet to follow from a limit in bytes
+        return
     alone = alone_tokens(items, options.packing)
     wrong = np.flatnonzero(alone > cap)
     if not len(wrong):

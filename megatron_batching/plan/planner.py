@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -45,6 +46,7 @@ from megatron_batching.plan.predict import (
 from megatron_batching.plan.search import Search
 from megatron_batching.schedules.files import shortened
 
+T = TypeVar("T")
 CLOSE_TO_BEST = 1.1  # ratio of swept steps up to which another cp is searched to the end
 # Stands in until rows that were cut elsewhere are known to be legal, which simulating needs.
 _NOT_YET = Prediction(
@@ -268,27 +270,68 @@ def _searches(
         ValueError: it can be planned on none, or a model does not tell of all of them.
     """
     _check_types(layout, options)
-    sizes = options.cp_sizes(layout)
     model = cost_model or uniform_cost_model(layout)
     model.check_layout(layout)
-    for cp in sizes:
-        # A model that tells of one cp alone is taken to be for the layout's.
-        for known in (model, memory_model):
+    check_known(layout, options, model, memory_model)
+    checked = check_lengths(lengths)
+
+    def search(dealt: Layout) -> Search:
+        held = owners
+        if owners is not None and dealt.cp != layout.cp:
+            held = owners_over(check_owners(owners, len(checked), layout.dp), layout, dealt.cp)
+        problem, limits = _problem(
+            checked, dealt, options, model, held, memory_model, first_stage_work
+        )
+        return Search(problem, dealt, limits, _homes(problem, limits, held, moving))
+
+    return _at_each_cp(layout, options, search)
+
+
+def check_known(
+    layout: Layout,
+    options: BatchingOptions,
+    cost_model: CostModel | None,
+    memory_model: MemoryModel | None = None,
+) -> None:
+    """Raise ValueError where a model does not tell of a cp that plans may choose.
+
+    A model that tells of one cp alone is taken to be for the layout's.
+    """
+    for cp in options.cp_sizes(layout):
+        for known in (cost_model, memory_model):
             if cp != layout.cp and known is not None:
                 known.over(cp)
-    lengths = check_lengths(lengths)
+
+
+def check_mini_batch(lengths: Sequence[int], layout: Layout, options: BatchingOptions) -> None:
+    """Raise ValueError for samples that cannot be planned at any cp that the options allow.
+
+    It takes no time and no models, so that a run can look at all its mini-batches beforehand. A cap
+    that is yet to follow from a memory limit is not looked at.
+
+    >>> options = BatchingOptions(max_tokens_per_gpu=8, cp=(1, 2))
+    >>> check_mini_batch([16], Layout(dp=2), options)
+    >>> check_mini_batch([20], Layout(dp=2), options)
+    Traceback (most recent call last):
+    ...
+    ValueError: the mini-batch can be planned at none of cp 1, 2; at cp 2: sample 0 has 20 tokens, \
+over the cap of 16 tokens a micro-batch: raise the cap to at least 20, or pass oversize='alone'
+    """
+    checked = check_lengths(lengths)
+
+    def check(dealt: Layout) -> None:
+        check_size(len(checked), dealt, options)
+        gather_items(checked, dealt, options)
+
+    _at_each_cp(layout, options, check)
+
+
+def _at_each_cp(layout: Layout, options: BatchingOptions, make: Callable[[Layout], T]) -> list[T]:
+    """What is made on each layout that the options leave open; ValueError where it is on none."""
     found, errors = [], dict[int, ValueError]()
-    for cp in sizes:
+    for cp in options.cp_sizes(layout):
         try:
-            dealt = layout.dealt(cp)
-            held = owners
-            if owners is not None and cp != layout.cp:
-                held = owners_over(check_owners(owners, len(lengths), layout.dp), layout, cp)
-            problem, limits = _problem(
-                lengths, dealt, options, model, held, memory_model, first_stage_work
-            )
-            homes = _homes(problem, limits, held, moving)
-            found.append(Search(problem, dealt, limits, homes))
+            found.append(make(layout.dealt(cp)))
         except ValueError as error:
             errors[cp] = error
     if not found:

@@ -88,6 +88,14 @@ def gpt_rows() -> list[dict[str, Any]]:
     return [method.figures.to_json() for method in case.methods]
 
 
+def recorded_ops(layout: dict[str, int]) -> list[tuple[int, int, str]]:
+    """Replica, pipeline rank and op of all events of a recorded step of a small GPT."""
+    config = replace(CALIBRATION, layouts=[Layout(**layout)], methods=["baseline"])
+    (case,) = measure(config, lambda line: None)
+    timeline = case.methods[0].recording.timeline
+    return [(event.dp_rank, event.pp_rank, str(event.op)) for event in timeline.events]
+
+
 CALIBRATION = BenchConfig(
     compute="model",
     layouts=[Layout(pp=2, vpp=2)],

@@ -165,7 +165,7 @@ EVENTS = {
         "tokens_per_s": "tokens_per_s",
         "bubble_fraction": "bubble_fraction",
     },
-    "plan": {name: name for name in ("micro_batches", "dummies", "samples", "tokens")},
+    "plan": {name: name for name in ("dp", "cp", "micro_batches", "dummies", "samples", "tokens")},
 }
 
 
@@ -179,6 +179,36 @@ def read_events(folder: Path) -> dict[str, list[float]]:
     found = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     assert all([event.step for event in of_tag] == [0, 1] for of_tag in found.values())
     return {tag: [event.value for event in of_tag] for tag, of_tag in found.items()}
+
+
+def test_plans_of_train_choose_their_cp(pools: Pools, tmp_path: Path) -> None:
+    """A sample that is too long for one GPU runs where two share it, with the same loss."""
+    lengths = [*[40] * 6, 600, *[20] * 5]
+    (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
+    run = [
+        "layout={pp: 1, vpp: 1, dp: 2}",
+        f"data={{lengths: {tmp_path}/lengths.txt, length_scale: 1.0}}",
+    ]
+    shared = ["batching.max_tokens_per_micro_batch=null", "batching.max_tokens_per_gpu=400"]
+    chosen, other = pools[2].run(bench_cases.train, [*run, *shared, "batching.cp=auto"])
+    assert chosen["error"] == other["error"] == ""
+    assert [(row["dp"], row["cp"]) for row in chosen["rows"]] == [(2, 1), (1, 2)]
+    assert "1 x 2" in chosen["out"] and "2 x 1" in chosen["out"]
+    whole, _ = pools[2].run(bench_cases.train, run)
+    for name in ("loss", "grad_norm"):
+        values = [row[name] for row in whole["rows"]]
+        assert [row[name] for row in chosen["rows"]] == pytest.approx(values, rel=1e-5)
+    for cp in (1, 2):  # the layout's own cp decides nothing
+        wrong = [*run, *shared, f"batching.cp=[{cp}]", "batching.max_tokens_per_gpu=250"]
+        first, second = pools[2].run(bench_cases.train, wrong)
+        assert first["error"] == second["error"]
+        assert f"over the cap of {250 * cp} tokens" in first["error"] and not first["out"]
+
+
+@pytest.mark.parametrize("layout", [{"cp": 2}, {"tp": 2}])
+def test_ranks_that_share_a_stage_are_recorded_once(pools: Pools, layout: dict[str, int]) -> None:
+    ops, _ = pools[2].run(bench_cases.recorded_ops, layout)
+    assert len(ops) == len(set(ops)) > 0
 
 
 def test_clocks_of_two_hosts_are_read_when_messages_arrive(pools: Pools) -> None:

@@ -29,6 +29,7 @@ from megatron_batching.plan import (
 )
 from megatron_batching.plan.fit import join_cp
 from megatron_batching.plan.items import owners_over
+from megatron_batching.plan.planner import check_mini_batch
 
 LAYOUT = Layout(pp=4, dp=4)
 TAILED = [40_000, *[2_000] * 15]  # the first one's trip sets the step at cp 1
@@ -108,6 +109,18 @@ def test_the_cap_of_a_gpu_grows_with_cp_and_that_of_a_micro_batch_does_not() -> 
         plan_mini_batch(TAILED, LAYOUT, whole)
     with pytest.raises(ValueError, match=r"none of cp 1, 2, 4; at cp 4: sample 0 .* cap of 36000"):
         plan_mini_batch(TAILED, LAYOUT, options(max_tokens_per_gpu=9_000, cp="auto"))
+
+
+def test_a_run_looks_at_its_samples_beforehand() -> None:
+    few = options(max_tokens_per_gpu=12_000, cp="auto")
+    check_mini_batch(TAILED, LAYOUT, few)
+    check_mini_batch(TAILED, dealt(LAYOUT, 2), few)
+    with pytest.raises(ValueError, match="over the cap of 12000"):
+        check_mini_batch(TAILED, dealt(LAYOUT, 4), replace(few, cp=(1,)))
+    with pytest.raises(ValueError, match="sample 1 has length 0"):
+        check_mini_batch([5, 0], LAYOUT, few)
+    # The cap of a limit in bytes is known where the model is.
+    check_mini_batch(TAILED, LAYOUT, BatchingOptions(memory_limit=1, cp="auto"))
 
 
 def test_samples_are_padded_for_the_cp_of_the_plan() -> None:
