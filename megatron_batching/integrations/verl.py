@@ -64,6 +64,7 @@ from megatron_batching.integrations.verl_report import (
     unplanned_metrics,
 )
 from megatron_batching.integrations.verl_settings import VerlSettings, load_settings
+from megatron_batching.integrations.verl_vision import VisionCosts, vision_costs
 from megatron_batching.megatron.model import PipelineModel, has_transformer_engine
 from megatron_batching.megatron.parallel import Placement, replica_groups
 from megatron_batching.megatron.recorder import StepRecorder, clock_reading
@@ -74,6 +75,8 @@ DEVICES = ["cuda", "cpu"]
 
 _LOG = logging.getLogger(__name__)
 _IS_DUMMY = "megatron_batching_dummy"
+_OF_A_RUN = ("settings", "_placement", "_learner", "_told_costs", "_has_foretold", "_vision")
+"""Attributes that are found out anew when a model is built."""
 
 
 class PlannedBatches:
@@ -98,7 +101,7 @@ class PlannedBatches:
 
     def initialize(self) -> None:
         """As verl, with the settings checked first: a wrong one fails before a model is built."""
-        for name in ("settings", "_placement", "_learner", "_told_costs", "_has_foretold"):
+        for name in _OF_A_RUN:
             self.__dict__.pop(name, None)
         _LOG.info("micro-batches are planned: %s", self.settings)
         super().initialize()  # type: ignore[misc]
@@ -131,7 +134,7 @@ class PlannedBatches:
         self._distillation_use_topk_active = False  # verl 0.9.1's optimizer step asks for it
         # verl 0.9.1: without a loss nothing else of a sample is read, or has to travel.
         fields = READ_WITHOUT_LOSS if loss_function is None else None
-        whole = announce(data, fields, self._group, self._placement.dp_rank)
+        whole = announce(data, fields, self._group, self._placement.dp_rank, self._vision)
         plan = self._planner.plan(data, whole, self._cost_model, forward_only=forward_only)
         if plan.num_dummies and takes_no_dummies(self, data, forward_only=forward_only):
             return self._on_verls_path(DUMMIES, data, loss_function, forward_only)
@@ -288,7 +291,16 @@ class PlannedBatches:
         if self.settings.cost != "auto":
             return None
         start = starting_costs(self._pipeline_model, is_value_model=self._is_value_model)
+        if self._vision is not None:
+            start = self._vision.priced(start)
         return CostLearner(start, self._placement)
+
+    @cached_property
+    def _vision(self) -> VisionCosts | None:
+        """What tells the time of images; None without a vision tower, or of an unknown one."""
+        return vision_costs(
+            self._pipeline_model, self.model_config.hf_config, is_value_model=self._is_value_model
+        )
 
     @contextlib.contextmanager
     def _learning(
@@ -352,6 +364,7 @@ class PlannedBatches:
             model=self._pipeline_model,
             optimizer=getattr(self, "optimizer", None),
             is_value_model=self._is_value_model,
+            vision=self._vision,
         )
 
     @property

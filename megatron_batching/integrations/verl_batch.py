@@ -18,6 +18,7 @@ from verl.utils import tensordict_utils as tu
 
 from megatron_batching.data import Holdings
 from megatron_batching.data.all_to_all import gather
+from megatron_batching.integrations.verl_vision import VisionCosts
 
 Row = dict[str, Any]
 READ_WITHOUT_LOSS = frozenset(
@@ -96,10 +97,16 @@ class WholeMiniBatch:
     lengths: list[int]
     loss_tokens: list[float]
     sample_bytes: list[int]
+    vision_work: list[float] | None = None
+    """As `verl_vision` has it; None where no vision tower is planned."""
 
 
 def announce(
-    data: TensorDict, fields: frozenset[str] | None, group: Any, dp_rank: int
+    data: TensorDict,
+    fields: frozenset[str] | None,
+    group: Any,
+    dp_rank: int,
+    vision: VisionCosts | None = None,
 ) -> WholeMiniBatch:
     """Tell all replicas how long and large the samples here are, and hear of theirs.
 
@@ -108,10 +115,12 @@ def announce(
         fields: those that would travel, as `RowFormat` has them.
         group: the data-parallel group; all its ranks call this.
         dp_rank: this replica.
+        vision: tells the work of images; given by all replicas or by none.
     """
-    told = (sequence_lengths(data), loss_tokens(data), row_bytes(data, fields))
+    work = [] if vision is None else vision.work(data)
+    told = (sequence_lengths(data), loss_tokens(data), row_bytes(data, fields), work)
     announced = gather(told, group)
-    lengths, tokens, sizes = (
+    lengths, tokens, sizes, work = (
         [n for of in column for n in of] for column in zip(*announced, strict=True)
     )
     return WholeMiniBatch(
@@ -119,6 +128,7 @@ def announce(
         lengths=lengths,
         loss_tokens=tokens,
         sample_bytes=sizes,
+        vision_work=None if vision is None else work,
     )
 
 

@@ -19,6 +19,7 @@ from megatron_batching.integrations.verl_batch import WholeMiniBatch
 from megatron_batching.integrations.verl_limits import batching_limits, fp8_limits, moving_cost
 from megatron_batching.integrations.verl_paths import has_router_losses
 from megatron_batching.integrations.verl_settings import VerlSettings
+from megatron_batching.integrations.verl_vision import VisionCosts
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.plan import BatchingOptions, CostModel, MicroBatchPlan, plan_mini_batch
 from megatron_batching.plan.memory import MemoryModel
@@ -34,6 +35,7 @@ class MiniBatchPlanner:
         model: this rank's chunks.
         optimizer: of verl's engine; None before it is built.
         is_value_model: the model is a critic.
+        vision: what tells the time of images; None where it is not planned.
     """
 
     settings: VerlSettings
@@ -41,6 +43,7 @@ class MiniBatchPlanner:
     model: PipelineModel
     optimizer: Any
     is_value_model: bool
+    vision: VisionCosts | None = None
 
     def plan(
         self,
@@ -63,6 +66,8 @@ class MiniBatchPlanner:
         """
         layout = self.model.placement.layout
         options = self.options(data, forward_only=forward_only)
+        if self.vision is not None:
+            cost_model = self.vision.priced(cost_model)
         return plan_mini_batch(
             [max(whole.lengths)] * len(whole.lengths) if self.pads_to_longest else whole.lengths,
             layout,
@@ -71,6 +76,7 @@ class MiniBatchPlanner:
             owners=whole.holdings.owners,
             memory_model=self._memory_model(data, options, cost_model),
             moving=moving_cost(self.settings.bandwidth, cost_model, whole.sample_bytes, layout.dp),
+            first_stage_work=whole.vision_work,
         )
 
     def options(self, data: TensorDict, *, forward_only: bool) -> BatchingOptions:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,8 @@ pytest.importorskip("verl", reason="needs pip install megatron-batching[verl]")
 pytest.importorskip("mbridge", reason="needs pip install megatron-batching[verl]")
 
 from megatron_batching.integrations.verl_losses import CUT_DEPENDENT
-from megatron_batching.plan import CostModel
+from megatron_batching.plan import CostModel, MicroBatchPlan
+from megatron_batching.plan.vision import vision_flop
 from tests.integrations import verl_cases, verl_cpu
 from tests.integrations.verl_pool import VerlPools, worst
 
@@ -193,6 +196,35 @@ def test_costs_are_learned_from_steps(pools: VerlPools, layout: str) -> None:
     ]
     assert refits[0] is not None and (refits[0].model is None) == (refits[0].reason is not None)
     assert all(refit == refits[0] for refit in refits)
+
+
+@by_layout("pp2-dp2")
+def test_images_are_planned_with_the_towers_time(pools: VerlPools, layout: str) -> None:
+    case: dict[str, Any] = dict(function=verl_cases.with_images, limits=CAP)
+    results = run(pools, layout, **case)
+    [result, *others] = results
+    assert all(other["plan"]["replicas"] == result["plan"]["replicas"] for other in others)
+    plan = MicroBatchPlan.from_json(result["plan"])
+    tower, work = SimpleNamespace(**result["tower"]), plan.first_stage_work
+    of_image = [0.0 if grid is None else vision_flop(tower, [grid]) for grid in result["grids"]]
+    assert work == (*of_image, *[0.0] * len(SHARDS[1]))
+    # Both plans as the run goes, with the images.
+    blind = replace(MicroBatchPlan.from_json(result["blind"]), first_stage_work=work)
+    costs = CostModel.from_json(result["costs"])
+    assert plan.step_time(costs) == pytest.approx(plan.predicted.step_time)
+    assert plan.step_time(costs) < blind.step_time(costs)
+
+
+@by_layout("pp2-dp2")
+def test_what_images_take_is_learned(pools: VerlPools, layout: str) -> None:
+    case: dict[str, Any] = dict(function=verl_cases.with_images, limits=CAP)
+    results = run(pools, layout, **case, settings="cost: auto", num_steps=3)
+    learned = [result["learned"] for result in results]
+    assert all(refit == learned[0] for refit in learned)
+    [refit, *_] = learned
+    assert refit.model is not None or refit.reason
+    if refit.model is not None:
+        assert refit.model.first_stage_rates is not None
 
 
 @by_layout("pp2")

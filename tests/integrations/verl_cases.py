@@ -328,6 +328,72 @@ def compare(
     }
 
 
+def with_images(*, layout: dict[str, int], limits: dict[str, Any], **case: Any) -> dict[str, Any]:
+    """A pass over samples with images, planned with a tower's time and without.
+
+    The model has no tower: images are planned, and taken away before it would compute them. Every
+    second sample of the first replica has one, and nobody else.
+    """
+    from tensordict.tensorclass import NonTensorData, NonTensorStack
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+
+    from megatron_batching.integrations.verl_settings import VerlSettings
+    from megatron_batching.integrations.verl_vision import vision_costs
+
+    theirs, ours = _engines(layout, "language_model")
+    lengths = case["lengths"]
+    ours.settings = VerlSettings(**yaml.safe_load(case.get("settings", "{}")))
+    for name in ("_learner", "_told_costs"):
+        ours.__dict__.pop(name, None)
+    dp_rank = ours.get_data_parallel_rank()
+    grids = [[1, 8, 8 + 4 * i] if i % 2 == 0 else None for i in range(len(lengths[0]))]
+    images = [{} if of is None else {"image_grid_thw": torch.tensor([of])} for of in grids]
+    images = images if dp_rank == 0 else [{}] * len(lengths[dp_rank])
+    tower = Qwen2_5_VLVisionConfig(
+        depth=24, hidden_size=64, intermediate_size=128, num_heads=2, out_hidden_size=64
+    )
+    config = types.SimpleNamespace(vision_config=tower, vocab_size=VOCABULARY)
+    prepare = type(ours).prepare_model_inputs
+
+    def without_images(batch: Any) -> dict[str, Any]:
+        return prepare(ours, batch) | {"multi_modal_inputs": {}}
+
+    def run(engine: Any, *, has_images: bool) -> dict[str, Any]:
+        data = batch(lengths, limits, dp_rank=dp_rank)
+        if has_images:
+            data["multi_modal_inputs"] = NonTensorStack.from_list(
+                [NonTensorData(i) for i in images]
+            )
+        return _run(engine, data, loss_function("ppo"), forward_only=False)
+
+    true = run(theirs, has_images=False)
+    run(ours, has_images=False)
+    blind = ours.last_plan
+    vision = vision_costs(ours._pipeline_model, config, is_value_model=False)
+    assert vision is not None
+    ours.__dict__["_vision"] = vision
+    ours.prepare_model_inputs = without_images
+    try:
+        for _ in range(case.get("num_steps", 1)):
+            found = run(ours, has_images=True)
+    finally:
+        del ours.prepare_model_inputs, ours.__dict__["_vision"]
+        learner = ours.__dict__.pop("_learner", None)
+    plan = ours.last_plan
+    return {
+        "errors": {
+            name: _error(found["gradients"][name], gradient)
+            for name, gradient in true["gradients"].items()
+        },
+        "plan": plan.to_json(),
+        "blind": blind.to_json(),
+        "costs": vision.priced(None).to_json(),
+        "learned": None if learner is None else learner.last_refit,
+        "grids": grids,
+        "tower": tower.to_dict(),
+    }
+
+
 def policy_losses(*, limits: dict[str, Any], lengths: list[list[int]]) -> dict[str, Any]:
     """Of every registered policy loss: how far cut gradients are from those of one micro-batch.
 
