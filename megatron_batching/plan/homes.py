@@ -11,6 +11,10 @@ What a byte costs is known in seconds only. Where the costs of planning are in a
 nobody says how fast bytes travel, moving all samples is taken to cost `ALL_MOVED` of the step: a
 sample then moves only for what it is worth, and text, whose bytes are few, moves freely.
 
+Where a plan chooses a higher cp than the layout's, the ranks that join a replica need its samples,
+too: k times as many ranks to a sample are k - 1 further copies of each. Where a byte has a price,
+these count against that cp.
+
 Legend: K samples, I items, R replicas.
 """
 
@@ -77,9 +81,12 @@ class Homes:
         stays: [I] bytes that need not travel if the item runs at home.
         price: of a byte, in the cost model's unit.
         is_known: whether the price was given, rather than taken from the step.
+        shared_bytes: that travel whatever the plan, since further ranks share the samples.
     """
 
-    def __init__(self, items: Items, moving: Moving, dp: int, step: float) -> None:
+    def __init__(
+        self, items: Items, moving: Moving, dp: int, step: float, further: float = 0.0
+    ) -> None:
         sizes = np.array(moving.sample_bytes or items.lengths, dtype=np.float64)
         if len(sizes) != len(items.lengths):
             raise ValueError(
@@ -99,6 +106,12 @@ class Homes:
         given = moving.time_per_byte
         self.is_known = given is not None
         self.price = ALL_MOVED * step / total if given is None else given
+        # The guess above is there to tell plans of equal steps apart; no cp is given up for it.
+        self.shared_bytes = further * total if self.is_known else 0.0
+
+    def cost(self, packings: Sequence[Packing]) -> float:
+        """The price of what travels under a plan of one packing a replica."""
+        return self.price * (self.shared_bytes + self.away(packings))
 
     def away(self, packings: Sequence[Packing]) -> float:
         """Bytes that travel although they could stay, under a plan of one packing a replica."""

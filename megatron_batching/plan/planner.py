@@ -5,9 +5,10 @@ decides anything, so every rank that calls this with the gathered lengths gets t
 the same error, without talking to another.
 
 Where the options name several cp, the layout's dp x cp ranks are dealt anew for each of them, and
-the mini-batch is swept on each such layout (`plan.search`): that takes a small part of the time and
-tells the step to a few per cent. Polishing goes to those that come near the best, and the shortest
-step wins. Polishing all would never miss one; `CLOSE_TO_BEST` says what that could gain.
+the mini-batch is searched on each such layout (`plan.search`), the most promising first, as a plan
+for that layout alone would be. One is left out where its lower bound (`plan.bound`) proves that it
+cannot win, so the choice is never slower than the best of them. Leaving out those as well whose
+first sweep is far behind would save time, and might miss one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,6 @@ from megatron_batching.plan.search import Search
 from megatron_batching.schedules.files import shortened
 
 T = TypeVar("T")
-CLOSE_TO_BEST = 1.1  # ratio of swept steps up to which another cp is searched to the end
 # Stands in until rows that were cut elsewhere are known to be legal, which simulating needs.
 _NOT_YET = Prediction(
     step_time=math.nan,
@@ -282,7 +282,7 @@ def _searches(
         problem, limits = _problem(
             checked, dealt, options, model, held, memory_model, first_stage_work
         )
-        return Search(problem, dealt, limits, _homes(problem, limits, held, moving))
+        return Search(problem, dealt, limits, _homes(problem, limits, held, moving, layout))
 
     return _at_each_cp(layout, options, search)
 
@@ -360,44 +360,77 @@ def _homes(
     options: BatchingOptions,
     owners: Sequence[int] | None,
     moving: Moving | None,
+    own: Layout,
 ) -> Homes | None:
-    """Where the items lie; None where nothing travels."""
+    """Where the items lie; None where nothing travels. own: the layout that holds them."""
     if owners is None:
         if moving is not None:
             raise ValueError("moving without owners: say which dp rank holds each sample, too")
         return None
     step = max(lower_bounds(problem, problem.layout, options))
-    return Homes(problem.items, moving or Moving(), problem.layout.dp, step)
+    further = max(0.0, problem.layout.cp / own.cp - 1)
+    return Homes(problem.items, moving or Moving(), problem.layout.dp, step, further)
 
 
 def _best(searches: Sequence[Search]) -> tuple[Search, Found, float]:
-    """The search with the shortest step, what it found, and the step that no plan of it beats."""
+    """The best of the searches, what it found, and the step that no plan of it beats."""
     if len(searches) == 1:
         [only] = searches
         return only, *search_layout(only)
-    swept, errors = [], dict[int, ValueError]()
-    for search in searches:
-        try:
-            swept.append((search.swept[0].time, search.layout.cp, search))
-        except ValueError as error:
-            errors[search.layout.cp] = error
-    swept.sort(key=lambda of: of[:2])
+    swept, errors = _swept(searches)
     best: tuple[Search, Found, float] | None = None
-    for step_time, cp, search in swept:
-        if best is not None:
-            too_slow = step_time > CLOSE_TO_BEST * swept[0][0]
-            if too_slow or search.bound >= best[1].step_time:
-                continue
+    least = math.inf
+    for search in swept:
+        if search.bound + _unavoidable(search) >= least:
+            continue
         try:
             found, bound = search_layout(search)
         except ValueError as error:
-            errors[cp] = error
+            errors[search.layout.cp] = error
             continue
-        if best is None or found.step_time < best[1].step_time:
-            best = search, found, bound
+        worth = found.step_time + _moving_cost(search, found)
+        if worth < least:
+            least, best = worth, (search, found, bound)
     if best is None:
         raise _none_of(errors)
     return best
+
+
+def _swept(searches: Sequence[Search]) -> tuple[list[Search], dict[int, ValueError]]:
+    """Those that may win, the most promising first, and why others cannot be planned.
+
+    A sweep ends with plans that are there, so a bound above one of them rules a search out before
+    its own sweep. Where weight gradients fill gaps it is an estimate, and where memory is limited
+    its plans may hold too much: there none is ruled out.
+    """
+    found, errors = list[tuple[float, int, Search]](), dict[int, ValueError]()
+    least = math.inf
+    for search in sorted(searches, key=lambda search: search.bound):
+        if search.bound + _unavoidable(search) >= least:
+            continue
+        try:
+            best = search.swept[0]
+        except ValueError as error:
+            errors[search.layout.cp] = error
+            continue
+        moved = (
+            0.0 if search.held is None else search.held.cost([c.packing for c in best.candidates])
+        )
+        found.append((best.time + moved, search.layout.cp, search))
+        if not search.problem.deferred and search.problem.memory is None:
+            least = min(least, best.time + moved)
+    found.sort(key=lambda of: of[:2])
+    return [search for *_, search in found], errors
+
+
+def _unavoidable(search: Search) -> float:
+    """What samples cost that travel whatever the plan."""
+    return 0.0 if search.held is None else search.held.price * search.held.shared_bytes
+
+
+def _moving_cost(search: Search, found: Found) -> float:
+    """The price of all bytes that travel under a plan."""
+    return 0.0 if search.held is None else search.held.cost(found.packings)
 
 
 def _none_of(errors: dict[int, ValueError]) -> ValueError:

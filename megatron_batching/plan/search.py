@@ -142,7 +142,7 @@ class Search:
     ) -> None:
         self.problem, self.layout, self.options = problem, layout, options
         self.moves = options.balance == "replicas" and layout.dp > 1
-        self.homes = homes if self.moves else None
+        self.held, self.homes = homes, homes if self.moves else None
         self.bound = max(lower_bounds(problem, layout, options))
         self.low, self.high = count_range(options)
         self.num_tapers = len(TAPERS) if layout.vpp == 1 else INTERLEAVED_TAPERS
@@ -224,8 +224,7 @@ class Search:
         """Lower is better: the step, and the price of what moves."""
         if self.homes is None:
             return finalist.time
-        away = self.homes.away([c.packing for c in finalist.candidates])
-        return finalist.time + self.homes.price * away
+        return finalist.time + self.homes.cost([c.packing for c in finalist.candidates])
 
     def _settled(self, finalist: Finalist) -> Finalist:
         """The same plan on the replicas that hold the most of it."""
