@@ -118,6 +118,7 @@ def train(cut: str) -> None:
     sys.argv[1:] = [*arguments.split(), "--vocab-size", str(VOCABULARY), *sys.argv[1:]]
     args = parse_and_validate_args()
     args.variable_seq_lengths = cut == "own-short"
+    without_a_gpu(args)
     provider = functools.partial(data_sets, seq_length=args.seq_length)
     provider.is_distributed = True  # type: ignore[attr-defined]  # data on every rank
     started = (
@@ -135,22 +136,31 @@ def train(cut: str) -> None:
     pretrain(*started, batching=BatchingOptions(max_tokens_per_micro_batch=cap, packing="padded"))
 
 
-def without_a_gpu() -> None:
+def without_a_gpu(args: Any) -> None:
     """What lets Megatron's trainer start on the CPU, of a wheel without the sources of its C++."""
     from megatron.core.datasets import utils
     from megatron.training import training
 
-    initialize(Layout(pp=2, vpp=2))
-    if not torch.cuda.is_available():
-        start = functools.partial(training.initialize_megatron, allow_no_cuda=True)
-        training.initialize_megatron = start
-        training.set_jit_fusion_options = lambda **sizes: None  # would compile for minutes
     utils.compile_helpers = lambda: None
+    if torch.cuda.is_available():
+        return
+    initialize(  # which the trainer does itself where there are GPUs
+        Layout(
+            pp=args.pipeline_model_parallel_size,
+            vpp=args.virtual_pipeline_model_parallel_size or 1,
+            dp=args.data_parallel_size,
+            tp=args.tensor_model_parallel_size,
+            cp=args.context_parallel_size,
+            ep=args.expert_model_parallel_size,
+        )
+    )
+    start = functools.partial(training.initialize_megatron, allow_no_cuda=True)
+    training.initialize_megatron = start
+    training.set_jit_fusion_options = lambda **sizes: None  # would compile for minutes
 
 
 if __name__ == "__main__":
     cuts = [name for name in ("own", "own-short") if f"--{name}" in sys.argv]
     sys.argv = [argument for argument in sys.argv if argument not in ("--own", "--own-short")]
-    without_a_gpu()
     train(cuts[0] if cuts else "planned")
     shut_down()

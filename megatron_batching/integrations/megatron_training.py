@@ -8,8 +8,10 @@ keeps Megatron's function. The alternative, a `train_step` of ours, would have t
 trainer's.
 
 The loss has to be the token mean over the mini-batch (`--calculate-per-token-loss`), as any other
-of the trainer's would depend on the cut. Experts and multi-token prediction are refused: the
-trainer divides the losses that it logs of them by its own number of micro-batches.
+of the trainer's would depend on the cut. So would balancing and z losses of experts, which are
+means over micro-batches, padding included, and what the trainer logs of them and of multi-token
+prediction, which it divides by its own number of micro-batches: all that is refused. Experts
+without them are served.
 
 Shape legend: b rows of one of the trainer's micro-batches, s its width.
 """
@@ -32,6 +34,7 @@ from torch import Tensor
 from megatron_batching.data import Holdings, move_samples
 from megatron_batching.engine.drop_in import UncutMiniBatch, get_forward_backward_func
 from megatron_batching.engine.shapes import Brought, as_shape, draw, share
+from megatron_batching.megatron.auxiliary import balancing_kinds, has_router_losses
 from megatron_batching.megatron.parallel import replica_groups
 from megatron_batching.plan import BatchingOptions, CostModel, MicroBatchPlan, aligned
 from megatron_batching.plan.options import Deferring, as_deferring
@@ -229,17 +232,41 @@ def _check_config(model: Any) -> None:
             "calculate_per_token_loss=False: Megatron means the losses of micro-batches, which "
             "depends on the cut; train with --calculate-per-token-loss"
         )
-    for name in ("num_moe_experts", "mtp_num_layers"):
-        if getattr(config, name, None):
-            raise ValueError(
-                f"{name}={getattr(config, name)}: Megatron's trainer divides the losses that it "
-                "logs of it by its own number of micro-batches; use PipelineEngine for this model"
-            )
+    if getattr(config, "mtp_num_layers", None):
+        raise ValueError(
+            f"mtp_num_layers={config.mtp_num_layers}: Megatron's trainer divides the losses that "
+            "it logs of it by its own number of micro-batches; use PipelineEngine for this model"
+        )
+    reason = _why_experts_see_the_cut(config)
+    if reason is not None:
+        raise ValueError(
+            f"num_moe_experts={config.num_moe_experts} with {reason}: that depends on how the "
+            "mini-batch is cut, and on padding; switch it off, or use PipelineEngine for this model"
+        )
     graphs = getattr(config, "cuda_graph_impl", "none")
     if graphs != "none":
         raise ValueError(
             f"cuda_graph_impl={graphs}: graphs hold for one shape, micro-batches differ; set none"
         )
+
+
+def _why_experts_see_the_cut(config: Any) -> str | None:
+    """What of an MoE config makes losses, routes or biases depend on micro-batches, if anything."""
+    if not getattr(config, "num_moe_experts", None):
+        return None
+    if has_router_losses(config):
+        return "balancing or z losses of its routers"
+    if "sinkhorn" in balancing_kinds(config):
+        return "moe_router_load_balancing_type=sinkhorn"
+    for name in (
+        "moe_router_enable_expert_bias",
+        "moe_expert_capacity_factor",
+        "moe_expert_rank_capacity_factor",
+    ):
+        value = getattr(config, name, None)
+        if value:
+            return f"{name}={value}"
+    return None
 
 
 def _drawn_rows(iterators: Any, count: int) -> list[Row] | None:

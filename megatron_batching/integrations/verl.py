@@ -51,7 +51,6 @@ from megatron_batching.integrations.verl_metrics import join_metrics
 from megatron_batching.integrations.verl_paths import (
     DUMMIES,
     Unplanned,
-    has_router_losses,
     replaying,
     takes_no_dummies,
     why_verl,
@@ -65,6 +64,7 @@ from megatron_batching.integrations.verl_report import (
 )
 from megatron_batching.integrations.verl_settings import VerlSettings, load_settings
 from megatron_batching.integrations.verl_vision import VisionCosts, vision_costs
+from megatron_batching.megatron.auxiliary import has_router_losses
 from megatron_batching.megatron.model import PipelineModel, has_transformer_engine
 from megatron_batching.megatron.parallel import Placement, replica_groups
 from megatron_batching.megatron.recorder import StepRecorder, clock_reading

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from megatron_batching.integrations.verl_losses import reduces_over_ranks
+from megatron_batching.megatron.auxiliary import balancing_kinds, has_router_losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,8 @@ def _reasons(
             name="batch_normalize",
             why="rollout_is_batch_normalize reduces over all ranks in each micro-batch",
         )
-    if not forward_only and has_router_losses(config) and "global_aux_loss" in _balancing(config):
+    balances = not forward_only and has_router_losses(config)
+    if balances and "global_aux_loss" in balancing_kinds(config):
         yield Unplanned(
             name="global_aux_loss",
             why="global_aux_loss adds up tokens over the micro-batches before, in their order",
@@ -134,24 +136,3 @@ def replaying(engine: Any, data: TensorDict) -> Iterator[None]:
     finally:
         RouterReplay.clear_global_indices()
         RouterReplay.clear_global_router_replay_action()
-
-
-def has_router_losses(config: Any) -> bool:
-    """Whether MoE routers add balancing or z losses in the backward pass.
-
-    Megatron-Core (0.16.1, 0.19.2) divides them by the number of micro-batches, so that replicas
-    need equal numbers of them for a mean over all.
-    """
-    if not config.num_moe_experts:
-        return False
-    coefficient = config.moe_aux_loss_coeff
-    balances = _balancing(config) != ["none"] and any(
-        coefficient if isinstance(coefficient, list) else [coefficient]
-    )
-    return balances or bool(config.moe_z_loss_coeff)
-
-
-def _balancing(config: Any) -> list[str]:
-    """The kinds of balancing that are switched on."""
-    kinds = config.moe_router_load_balancing_type
-    return kinds if isinstance(kinds, list) else [kinds]

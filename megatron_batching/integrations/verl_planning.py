@@ -17,9 +17,9 @@ from megatron_batching.engine.deferring import deferred_batching
 from megatron_batching.engine.memory import engine_memory_model
 from megatron_batching.integrations.verl_batch import WholeMiniBatch
 from megatron_batching.integrations.verl_limits import batching_limits, fp8_limits, moving_cost
-from megatron_batching.integrations.verl_paths import has_router_losses
 from megatron_batching.integrations.verl_settings import VerlSettings
 from megatron_batching.integrations.verl_vision import VisionCosts
+from megatron_batching.megatron.auxiliary import has_router_losses
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.plan import BatchingOptions, CostModel, MicroBatchPlan, plan_mini_batch
 from megatron_batching.plan.memory import MemoryModel

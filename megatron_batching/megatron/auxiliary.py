@@ -47,6 +47,27 @@ def moe_routers(model: PipelineModel) -> list[TopKRouter]:
     return [m for chunk in model.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
 
 
+def has_router_losses(config: Any) -> bool:
+    """Whether MoE routers add balancing or z losses in the backward pass.
+
+    Megatron-Core (0.16.1, 0.19.2) divides them by the number of micro-batches, so that replicas
+    need equal numbers of them for a mean over all.
+    """
+    if not config.num_moe_experts:
+        return False
+    coefficient = config.moe_aux_loss_coeff
+    balances = balancing_kinds(config) != ["none"] and any(
+        coefficient if isinstance(coefficient, list) else [coefficient]
+    )
+    return balances or bool(config.moe_z_loss_coeff)
+
+
+def balancing_kinds(config: Any) -> list[str]:
+    """The kinds of balancing that are switched on."""
+    kinds = config.moe_router_load_balancing_type
+    return kinds if isinstance(kinds, list) else [kinds]
+
+
 def prepare_routers(model: PipelineModel) -> None:
     """Leave the scale of the routers' losses to this module.
 

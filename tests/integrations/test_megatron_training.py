@@ -41,7 +41,14 @@ def test_rows_are_cut_to_the_longest() -> None:
 
 
 def config(**changed: Any) -> SimpleNamespace:
-    values = dict(calculate_per_token_loss=True, num_moe_experts=None, cuda_graph_impl="none")
+    values: dict[str, Any] = dict(
+        calculate_per_token_loss=True,
+        cuda_graph_impl="none",
+        num_moe_experts=None,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.0,
+        moe_z_loss_coeff=None,
+    )
     return SimpleNamespace(config=SimpleNamespace(**values | changed))
 
 
@@ -49,7 +56,11 @@ def config(**changed: Any) -> SimpleNamespace:
     ("changed", "said"),
     [
         ({"calculate_per_token_loss": False}, "train with --calculate-per-token-loss"),
-        ({"num_moe_experts": 4}, "num_moe_experts=4"),
+        ({"num_moe_experts": 4, "moe_aux_loss_coeff": 0.1}, "num_moe_experts=4 with balancing"),
+        ({"num_moe_experts": 4, "moe_z_loss_coeff": 0.1}, "num_moe_experts=4 with balancing or z"),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"}, "=sinkhorn"),
+        ({"num_moe_experts": 4, "moe_router_enable_expert_bias": True}, "enable_expert_bias=True"),
+        ({"num_moe_experts": 4, "moe_expert_capacity_factor": 1.5}, "capacity_factor=1.5"),
         ({"mtp_num_layers": 1}, "mtp_num_layers=1"),
         ({"cuda_graph_impl": "local"}, "graphs hold for one shape"),
     ],
