@@ -112,6 +112,11 @@ def run_calibration(config: BenchConfig, *, output: Path, held_out: int = 4) -> 
             "mini-batches that it has not seen"
         )
     console = _console()
+    if config.cp is not None:
+        raise ValueError(
+            f"cp={config.cp}: costs are measured at the layout's own cp; leave it out, and join "
+            "files of several layouts (--join)"
+        )
     layout, trace = config.layouts[0], config.traces[0]
     config = replace(config, compute="model", layouts=[layout])
     config.check(world_size_from_environment())

@@ -61,12 +61,22 @@ class Step:
 
 
 class PacedCompute:
-    """Stages that sleep for what the cost model says, all scaled to `work_s` a rank and step."""
+    """Stages that sleep for what the cost model says, all scaled to `work_s` a rank and step.
+
+    Ranks that share samples sleep side by side, for the time that their share takes and sharing
+    costs. What they exchange is a part of the sleep and sends nothing, so their groups are not
+    made: to Megatron they are replicas.
+    """
 
     def __init__(
-        self, config: BenchConfig, placement: Placement, lengths: Sequence[int], costs: Costs
+        self,
+        config: BenchConfig,
+        placement: Placement,
+        layout: Layout,
+        lengths: Sequence[int],
+        costs: Costs,
     ) -> None:
-        layout = placement.layout
+        assert placement.layout == layout.dealt(1)
         self.placement, self.link = placement, Link(latency=costs.message_s)
         relative = load_cost_model(config.cost or "verl", layout)
         samples = sample_features(lengths)
@@ -93,24 +103,32 @@ class PacedCompute:
         return self._run(method, self._told)
 
     def _run(self, method: Method, told: CostModel | None) -> Step:
-        dp_rank = self.placement.dp_rank
-        step = paced_step(method.plan, dp_rank, told)
+        column = self.placement.dp_rank
+        step = paced_step(method.plan, column, told)
         log = MessageLog()
         result = run_paced_step(
             self._model, step, planned_shapes=method.planned_shapes, messages=log
         )
         return Step(
             seconds=result.step_time_s,
-            events=_described(result.events, method, dp_rank),
+            events=_described(result.events, method, column // method.plan.layout.cp),
             messages=log.steps[-1],
         )
 
 
-def paced_step(plan: MicroBatchPlan, dp_rank: int, told: CostModel | None) -> PacedStep:
-    """One replica's part of a plan, for stages that sleep as `told`; without it for none at all."""
+def paced_step(plan: MicroBatchPlan, column: int, told: CostModel | None) -> PacedStep:
+    """One replica's part of a plan, for stages that sleep as `told`; without it for none at all.
+
+    Args:
+        plan: of a layout with any cp.
+        column: which of the dp x cp ranks of a stage sleeps; cp neighbours run the same replica.
+        told: times at any cp from which those at the plan's follow.
+    """
+    cp = plan.layout.cp
+    dp_rank = column // cp
     replica, times = plan.replicas[dp_rank], None
     if told is not None:
-        features = plan.features(dp_rank)
+        features, told = plan.features(dp_rank), told.of_layout(plan.layout)
         forward, backward = told.times(features)
         weight = told.weight_gradient_times(features)
         times = StageTimes(forward=forward, backward=backward, weight_gradient=weight)
@@ -118,7 +136,9 @@ def paced_step(plan: MicroBatchPlan, dp_rank: int, told: CostModel | None) -> Pa
         schedule=plan.schedule(dp_rank),
         times=times,
         deferral=replica.deferral,
-        shapes=[(1, 1 + batch.tokens // TOKENS_PER_VALUE) for batch in replica.micro_batches],
+        shapes=[
+            (1, 1 + batch.tokens // (cp * TOKENS_PER_VALUE)) for batch in replica.micro_batches
+        ],
     )
 
 
@@ -172,7 +192,7 @@ def build_engine(config: BenchConfig, placement: Placement) -> PipelineEngine:
         model=config.model,
         placement=placement,
         # Every step brings its own plan.
-        batching=BatchingOptions(max_tokens_per_micro_batch=1, align=config.align),
+        batching=BatchingOptions(max_tokens_per_micro_batch=1, align=config.align, cp=config.cp),
         seed=config.seed,
     )
 
@@ -189,6 +209,7 @@ def _described(events: Sequence[Event], method: Method, dp_rank: int) -> tuple[E
     return tuple(
         replace(
             event,
+            dp_rank=dp_rank,
             samples=len(batches[event.op.micro_batch].samples),
             tokens=batches[event.op.micro_batch].tokens,
             dummy=batches[event.op.micro_batch].dummy,

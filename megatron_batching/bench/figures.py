@@ -12,6 +12,8 @@ from typing import Any
 
 from megatron_batching.plan import Layout, MicroBatchPlan
 
+AT_CP = "cp "  # and a number: the method that plans at that cp, beside plans that choose theirs
+
 
 def titled(name: str, plan: MicroBatchPlan) -> str:
     """The name of a picture's part, with the dp and cp that its plan chose if it was to choose."""
@@ -65,7 +67,7 @@ class MethodFigures:
     """One method on one case.
 
     Attributes:
-        layout: sizes of the run.
+        layout: sizes of the run; dp and cp are the plan's.
         trace: name of where the lengths come from.
         method: name of the method.
         samples: of the global mini-batch.
@@ -108,6 +110,12 @@ class MethodFigures:
         return self.tokens / self.step_s
 
     @property
+    def speed_up_over_best_cp(self) -> float | None:
+        """Of the plans at one cp, the median step of the fastest over this one's."""
+        ratios = [r for name, r in self.speed_up_over.items() if name.startswith(AT_CP)]
+        return min(ratios, default=None)
+
+    @property
     def over_lower_bound(self) -> float | None:
         """The median step over the bound."""
         return None if self.bound is None else self.step_s / self.bound.step_s
@@ -143,7 +151,8 @@ class MethodFigures:
             row["over_lower_bound"] = self.over_lower_bound
         if self.prediction_error is not None:
             row["prediction_error"] = self.prediction_error
-        return row | {f"speed_up_over_{name}": r for name, r in self.speed_up_over.items()}
+        others = {f"speed_up_over_{name}": r for name, r in self.speed_up_over.items()}
+        return row | {name.replace(AT_CP, "cp_"): ratio for name, ratio in others.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

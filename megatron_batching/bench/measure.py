@@ -24,7 +24,13 @@ from megatron_batching.bench.compute import (
     build_engine,
     layout_name,
 )
-from megatron_batching.bench.figures import BoundFigures, MethodFigures, PredictedFigures
+from megatron_batching.bench.figures import (
+    AT_CP,
+    BoundFigures,
+    MethodFigures,
+    PredictedFigures,
+    titled,
+)
 from megatron_batching.bench.fit import Link
 from megatron_batching.bench.gather import clock_offset, gather
 from megatron_batching.bench.methods import Method, make_methods
@@ -35,9 +41,11 @@ from megatron_batching.bench.settings import BenchConfig, Trace
 from megatron_batching.bench.sizes import check_memory
 from megatron_batching.bench.train_config import DataConfig, mini_batch_lengths
 from megatron_batching.bench.verl_cut import VERL_HINT, has_verl
-from megatron_batching.megatron.parallel import Placement, initialize
-from megatron_batching.plan import BatchingOptions, CostModel, Layout, lower_bounds_of
+from megatron_batching.megatron.parallel import initialize
+from megatron_batching.plan import CostModel, Layout, lower_bounds_of
 from megatron_batching.schedules import Timeline, lower_bound
+
+_COMPARED = ("plain", "verl", "baseline", "no deferral", "planned")  # with what others are
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,29 +97,35 @@ def measure(
         allow_cpu_with_gpu=config.allow_cpu_with_gpu,
         seed=config.seed,
     )
-    place(config.layouts[0])
+    place(_of_processes(config, config.layouts[0]))
     on_rank_zero(check)
     costs = Costs(op_s=0.0, message_s=0.0)
     if config.compute == "paced":
         costs = measure_costs(allow_cpu_with_gpu=config.allow_cpu_with_gpu)
     cases = []
     for layout in config.layouts:
-        placement = place(layout)
+        placement = place(_of_processes(config, layout))
         if config.compute == "model":
             longest = [trace.max_tokens for trace in config.traces]
-            check_memory(config.model, layout, longest, placement.device)
+            most = max(config.batching(config.traces[0]).cp_sizes(layout))
+            check_memory(config.model, layout.dealt(most), longest, placement.device)
         engine = None if config.compute == "paced" else build_engine(config, placement)
         offset = clock_offset()
         for trace in config.traces:
             lengths = trace_lengths(config, trace, layout)[0]
             compute = (
-                PacedCompute(config, placement, lengths, costs)
+                PacedCompute(config, placement, layout, lengths, costs)
                 if engine is None
                 else GptCompute(config, engine, lengths)
             )
-            cases.append(measure_case(config, trace, placement, lengths, compute, offset, say))
+            cases.append(measure_case(config, trace, layout, lengths, compute, offset, say))
             say(describe_case(cases[-1]))
     return cases
+
+
+def _of_processes(config: BenchConfig, layout: Layout) -> Layout:
+    """What Megatron's groups are made for: paced stages that share samples are replicas to it."""
+    return layout.dealt(1) if config.compute == "paced" else layout
 
 
 def trace_lengths(
@@ -131,14 +145,14 @@ def trace_lengths(
 def measure_case(
     config: BenchConfig,
     trace: Trace,
-    placement: Placement,
+    layout: Layout,
     lengths: Sequence[int],
     compute: PacedCompute | GptCompute,
     offset: float,
     say: Callable[[str], None],
 ) -> MeasuredCase:
     """All methods on one mini-batch."""
-    layout, model = placement.layout, compute.cost_model
+    model = compute.cost_model
     methods = make_methods(config, trace, lengths, layout, compute.planning_model, say)
     peaks = []
     for method in methods:
@@ -181,9 +195,7 @@ def _alternate(
 def _bound(
     config: BenchConfig, trace: Trace, lengths: Sequence[int], layout: Layout, model: CostModel
 ) -> BoundFigures:
-    options = BatchingOptions(
-        max_tokens_per_micro_batch=trace.max_tokens, align=config.align, defer_weight_gradients=True
-    )
+    options = replace(config.batching(trace), defer_weight_gradients=True)
     work_bound, trip_bound = lower_bounds_of(lengths, layout, options, model)
     return BoundFigures(
         step_s=max(work_bound, trip_bound), is_set_by_longest_sample=trip_bound > work_bound
@@ -199,7 +211,7 @@ def _recorded(
         typical.events,
         typical.messages,
         offset=offset,
-        title=method.name,
+        title=titled(method.name, method.plan),
         features=method.features(),
     )
 
@@ -231,8 +243,8 @@ def _speed_ups(name: str, seconds: dict[str, list[float]]) -> dict[str, float]:
     """Median over rounds of another method's step over this one's, for each to compare with."""
     ratios = {
         other: [a / b for a, b in zip(seconds[other], seconds[name], strict=True)]
-        for other in ("plain", "verl", "baseline", "no deferral", "planned")
-        if other in seconds and other != name
+        for other in seconds
+        if other != name and (other in _COMPARED or other.startswith(AT_CP))
     }
     return {other: statistics.median(of_rounds) for other, of_rounds in ratios.items()}
 
@@ -245,7 +257,10 @@ def predict(method: Method, model: CostModel, link: Link) -> tuple[Timeline, Pre
         model: times of ops, in seconds.
         link: what messages cost, and the end of the step.
     """
-    communication = method.communication(**link.communication())
+    costs = link.communication()
+    if model.cp is not None:  # what was measured at one cp; a rank's share of a row follows cp
+        costs["bytes_per_token"] *= model.cp / method.plan.layout.cp
+    communication = method.communication(**costs)
     simulations = [
         method.plan.simulate(replica.dp_rank, model, communication)
         for replica in method.plan.replicas
@@ -256,7 +271,8 @@ def predict(method: Method, model: CostModel, link: Link) -> tuple[Timeline, Pre
         for dp_rank, simulation in enumerate(simulations)
         for event in simulation.timeline().events
     ]
-    timeline = Timeline(events=tuple(events), title=f"{method.name}, predicted")
+    title = f"{titled(method.name, method.plan)}, predicted"
+    timeline = Timeline(events=tuple(events), title=title)
     return timeline, PredictedFigures(
         step_s=slowest.step_time + link.after_s,
         bubble_by_cause=slowest.bubble_by_cause,

@@ -5,7 +5,8 @@ every rank with the arguments of its Megatron engine (0.9.1: the count synced ov
 divisible by the group with vpp > 1), the collectives included, and leaves Megatron to
 exchange shapes. The "no .." methods give the planner's plan with one thing as verl has it, which
 tells what that thing is worth among the others; switching it on alone in verl's plan would tell
-what it is worth by itself.
+what it is worth by itself. Where plans choose how many ranks share each sample, the plan at each cp
+is a method of its own, and the "no .." methods have the cp that was chosen.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_batching.bench.compare import plain_plan
+from megatron_batching.bench.figures import AT_CP
 from megatron_batching.bench.settings import BenchConfig, Trace
 from megatron_batching.bench.verl_cut import has_verl, verl_rows
 from megatron_batching.plan import (
@@ -38,7 +40,7 @@ class Method:
     """What one method does with a mini-batch.
 
     Attributes:
-        name: one of `METHODS`.
+        name: one of `METHODS`, or `AT_CP` and a number.
         plan: the micro-batches of every replica.
         planned_shapes: whether the pipeline's shapes come from the plan.
     """
@@ -88,11 +90,11 @@ def make_methods(
     Raises:
         ValueError: something cannot be planned; on every rank.
     """
-    options = BatchingOptions(max_tokens_per_micro_batch=trace.max_tokens, align=config.align)
+    options = config.batching(trace)
     plans: dict[str, MicroBatchPlan] = {}
     if "verl" in config.methods and has_verl():
         try:
-            plans["verl"] = verl_plan(lengths, layout, options)
+            plans["verl"] = verl_plan(lengths, layout, replace(options, cp=None))
         except ValueError as error:  # agreed on by all ranks, verl sees to that
             say(f"verl is left out for {trace.name}: {' '.join(str(error).split())}")
     answer: list[Any] = [None]
@@ -108,7 +110,7 @@ def make_methods(
     exchanging = ("plain", "verl", "baseline", "no shapes")
     return [
         Method(name=name, plan=plans[name], planned_shapes=name not in exchanging)
-        for name in config.methods
+        for name in config.methods_on(layout)
         if name in plans
     ]
 
@@ -123,17 +125,20 @@ def _own_plans(
     """The plans of every method but verl."""
     deferring = replace(options, defer_weight_gradients=True)
     planned = plan_mini_batch(lengths, layout, deferring, model)
+    fixed = replace(options, cp=None)
     plans = {}
-    for name in config.methods:
+    for name in config.methods_on(layout):
         if name == "plain":
-            size = config.plain_micro_batch_size or max(
-                1, (options.max_tokens_per_micro_batch or 0) // max(lengths)
-            )
+            cap = fixed.token_cap(layout) or 0
+            size = config.plain_micro_batch_size or max(1, cap // max(lengths))
             plans[name] = plain_plan(lengths, layout, size, config.align)
         elif name == "baseline":
-            plans[name] = _usual(lengths, layout, options, model)
+            plans[name] = _usual(lengths, layout, fixed, model)
         elif name in ("planned", "no shapes"):
             plans[name] = planned
+        elif name.startswith(AT_CP):
+            dealt = layout.dealt(int(name.removeprefix(AT_CP)))
+            plans[name] = plan_mini_batch(lengths, dealt, replace(deferring, cp=None), model)
         elif name != "verl":
             plans[name] = without(name.removeprefix("no "), planned, model)
     return plans
@@ -146,7 +151,7 @@ def without(feature: str, planned: MicroBatchPlan, model: CostModel) -> MicroBat
     with their owners. order: the smallest at both ends. group: pp. deferral: each weight gradient
     runs inside its backward.
     """
-    lengths, layout, options = planned.lengths, planned.layout, planned.options
+    lengths, layout, options = planned.lengths, planned.layout, replace(planned.options, cp=None)
     if feature == "order":
         return _ordered_as_usual(planned, model)
     if feature == "group":
@@ -189,9 +194,15 @@ def _ordered_as_usual(plan: MicroBatchPlan, model: CostModel) -> MicroBatchPlan:
 
 
 def verl_plan(lengths: Sequence[int], layout: Layout, options: BatchingOptions) -> MicroBatchPlan:
-    """verl's micro-batches, cut by each replica for itself, gathered by all ranks."""
+    """verl's micro-batches, cut by each replica for itself, gathered by all ranks.
+
+    Neighbours among the data-parallel ranks are one replica where there are more of them than
+    replicas: paced stages have no other groups.
+    """
     owners = np.array_split(np.arange(len(lengths)), layout.dp)
-    own = owners[parallel_state.get_data_parallel_rank()]
+    ranks_a_replica = parallel_state.get_data_parallel_world_size() // layout.dp
+    dp_rank = parallel_state.get_data_parallel_rank() // ranks_a_replica
+    own = owners[dp_rank]
     cap = options.token_cap(layout)
     assert cap is not None
     cut = verl_rows(
@@ -200,7 +211,7 @@ def verl_plan(lengths: Sequence[int], layout: Layout, options: BatchingOptions) 
         group=layout.pp if layout.vpp > 1 else None,
         dp_group=parallel_state.get_data_parallel_group(),
     )
-    mine = parallel_state.get_data_parallel_rank(), [[int(own[i]) for i in rows] for rows in cut]
+    mine = dp_rank, [[int(own[i]) for i in rows] for rows in cut]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     by_replica = dict(everyone)

@@ -10,23 +10,29 @@ from __future__ import annotations
 import html
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from megatron_batching.bench.compute import layout_name
-from megatron_batching.bench.figures import MethodFigures
+from megatron_batching.bench.figures import AT_CP, MethodFigures
 from megatron_batching.bench.measure import Measured, MeasuredCase
 from megatron_batching.bench.outputs import TIMELINE
 from megatron_batching.bench.recording import CAUSES, write_json
 from megatron_batching.bench.settings import BenchConfig
 from megatron_batching.bench.summary import ratios_over, summarize
+from megatron_batching.plan import Layout
 from megatron_batching.schedules import draw_png, write_html
 from megatron_batching.schedules.files import write_text, write_whole
 
 MIB = 2**20
+
+
+def sharing(layout: Layout) -> str:
+    """Replicas, and ranks of each that share a sample, such as `2 x 4`."""
+    return f"{layout.dp} x {layout.cp}"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -57,8 +63,10 @@ def _memory(row: MethodFigures) -> str:
 
 
 Column = tuple[str, Callable[[MethodFigures], str]]
+SHARING = "dp x cp"  # told where some plan has a cp above 1
 COLUMNS: tuple[Column, ...] = (
     ("method", lambda r: r.method),
+    (SHARING, lambda r: sharing(r.layout)),
     ("M", lambda r: str(r.num_micro_batches)),
     ("group", lambda r: str(r.group or "-")),
     ("step s", lambda r: f"{r.step_s:.3f}"),
@@ -68,6 +76,7 @@ COLUMNS: tuple[Column, ...] = (
     ("tokens/s", lambda r: f"{r.tokens_per_s:,.0f}"),
     ("vs verl", lambda r: _speed_up(r, "verl")),
     ("vs plain", lambda r: _speed_up(r, "plain")),
+    ("vs cp 1", lambda r: _speed_up(r, f"{AT_CP}1")),
     ("bubble", lambda r: f"{r.bubble_fraction:.0%}"),
     ("waits for", _causes),
     ("peak", _memory),
@@ -76,7 +85,9 @@ COLUMNS: tuple[Column, ...] = (
 
 def _columns(rows: Sequence[MethodFigures]) -> list[Column]:
     """Those that say something of at least one row."""
-    return [(name, form) for name, form in COLUMNS if any(form(row) != "-" for row in rows)]
+    shares = any(row.layout.cp > 1 for row in rows)
+    told = [(name, form) for name, form in COLUMNS if shares or name != SHARING]
+    return [(name, form) for name, form in told if any(form(row) != "-" for row in rows)]
 
 
 def _heading(config: BenchConfig, case: MeasuredCase) -> str:
@@ -138,6 +149,11 @@ _SUMMARY = {
     "possible_over_{}": "a plan at the lower bound over {}",
     "possible_over_{}_dp2_vpp2": "a plan at the lower bound over {}, dp and vpp of 2 and more",
 }
+_CHOICE = {
+    "speed_up_over_best_cp": "planned with the cp that it chose, over the best fixed cp",
+    "least_speed_up_over_best_cp": "planned with the cp that it chose, over the best fixed cp, "
+    "the least",
+}
 _BOUNDS = {
     "over_bound_set_by_work": "planned, step over its bound, where the work sets it",
     "worst_over_bound_set_by_work": "planned, step over its bound, where the work sets it: worst",
@@ -159,6 +175,7 @@ def _summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         for key, text in _SUMMARY.items()
         if key.format(other) in summary
     ]
+    lines += [(text, f"{summary[key]:.3f}x") for key, text in _CHOICE.items() if key in summary]
     lines += [(text, f"{summary[key]:.3f}") for key, text in _BOUNDS.items() if key in summary]
     lines += [(text, f"{summary[key]:.1%}") for key, text in _ERRORS.items() if key in summary]
     for name, ratio in summary["worth"].items():
@@ -182,7 +199,9 @@ def markdown(cases: Sequence[MeasuredCase], summary: dict[str, Any]) -> str:
     whole = [name for name in names if not name.startswith("no ")]
     parts = [name for name in names if name.startswith("no ")]
     others = [other for other in ("verl", "plain", "baseline") if other in whole]
+    chooses = any(name.startswith(AT_CP) for name in whole)
     head = ["layout", "trace", "bound s", *(f"{name} s" for name in whole), "predicted s"]
+    head += [f"planned {SHARING}"] if chooses else []
     head += [*(f"vs {other}" for other in others), *parts]
     table = []
     for case in cases:
@@ -195,6 +214,8 @@ def markdown(cases: Sequence[MeasuredCase], summary: dict[str, Any]) -> str:
             cells[-1] += " (longest)"
         cells += [f"{rows[name].step_s:.3f}" if name in rows else "-" for name in whole]
         cells.append(_predicted(planned) if planned else "-")
+        if chooses:
+            cells.append(sharing(planned.layout) if planned else "-")
         cells += [_speed_up(planned, other) if planned else "-" for other in others]
         for part in parts:
             ratio = rows[part].speed_up_over.get("planned") if part in rows else None
@@ -232,7 +253,7 @@ def write_report(
     written.append(write_text(folder / "report.html", _page(config, cases, result)))
     written.append(draw_chart(cases, folder / "bench.png", _caption(result)))
     first = cases[0]
-    shown = [m for m in first.methods if m.figures.method in ("plain", "verl", "planned")]
+    shown = [m for m in first.methods if _is_drawn(m.figures.method, ("plain", "verl", "planned"))]
     timelines = [m.recording.timeline for m in shown or first.methods]
     written.append(draw_png(timelines, folder / TIMELINE))
     return written
@@ -256,6 +277,26 @@ def _caption(result: dict[str, Any]) -> str:
 
 COLOURS = {"plain": "#bbbbbb", "verl": "#e69f00", "baseline": "#e69f00", "planned": "#0072b2"}
 OTHER_COLOUR = "#8fb9d6"  # planned with something off
+CP_COLOURS = ("#cde7d8", "#86c8a5", "#45a876", "#009e73", "#006b4e")  # of cp 1, 2, 4, ..
+
+
+def _is_drawn(method: str, wholes: Iterable[str]) -> bool:
+    """Whether pictures show it: one of these, or a plan at one cp."""
+    return method in wholes or method.startswith(AT_CP)
+
+
+def _colour(method: str) -> str:
+    if method.startswith(AT_CP):
+        doublings = int(method.removeprefix(AT_CP)).bit_length() - 1
+        return CP_COLOURS[min(doublings, len(CP_COLOURS) - 1)]
+    return COLOURS.get(method, OTHER_COLOUR)
+
+
+def _bar_label(value: float, row: MethodFigures) -> str:
+    """The bar's number, and what its plan chose where it was to choose."""
+    if row.method != "planned" or row.speed_up_over_best_cp is None:
+        return f"{value:.2f}"
+    return f"{value:.2f}\n{sharing(row.layout)}"
 
 
 def draw_chart(cases: Sequence[MeasuredCase], path: Path, caption: str) -> Path:
@@ -275,10 +316,11 @@ def draw_chart(cases: Sequence[MeasuredCase], path: Path, caption: str) -> Path:
     has_bound = all(case.methods[0].figures.bound is not None for case in cases)
     for axis, layout in zip(axes, layouts, strict=True):
         shown = [case for case in cases if case.layout == layout]
-        names = [name for m in shown[0].methods if (name := m.figures.method) in COLOURS]
+        names = [name for m in shown[0].methods if _is_drawn(name := m.figures.method, COLOURS)]
         width = 0.8 / len(names)
         for place, case in enumerate(shown):
-            steps = {m.figures.method: m.figures.step_s for m in case.methods}
+            rows = {m.figures.method: m.figures for m in case.methods}
+            steps = {name: row.step_s for name, row in rows.items()}
             bound = case.methods[0].figures.bound
             unit = bound.step_s if has_bound and bound else min(steps.values())
             for i, name in enumerate(names):
@@ -286,8 +328,9 @@ def draw_chart(cases: Sequence[MeasuredCase], path: Path, caption: str) -> Path:
                     continue
                 value = steps[name] / unit
                 x = place + (i - (len(names) - 1) / 2) * width
-                axis.bar(x, value, width * 0.94, color=COLOURS[name], label=None if place else name)
-                axis.text(x, value, f"{value:.2f}", ha="center", va="bottom", fontsize=8)
+                axis.bar(x, value, width * 0.94, color=_colour(name), label=None if place else name)
+                label = _bar_label(value, rows[name])
+                axis.text(x, value, label, ha="center", va="bottom", fontsize=8)
                 tallest = max(tallest, value)
         axis.axhline(1.0, color="black", lw=0.9)
         axis.set_xticks(range(len(shown)), [case.trace.name for case in shown])
@@ -349,7 +392,7 @@ def _html_row(method: Measured, columns: Sequence[Column], slowest: float) -> st
         f"<td{'' if name in ('method', 'waits for') else ' class=n'}>{html.escape(form(row))}</td>"
         for name, form in columns
     )
-    colour = COLOURS.get(row.method, OTHER_COLOUR)
+    colour = _colour(row.method)
     width = 120 * row.step_s / slowest
     return f"<tr>{cells}<td><i style='width:{width:.0f}px;background:{colour}'></i></td></tr>"
 
@@ -374,6 +417,8 @@ _EXPLANATION = {
 }
 _LEGEND = (
     "&ldquo;No count&rdquo; and the like: the plan with this one thing as verl has it. "
+    "&ldquo;Cp 2&rdquo; and the like: the plan where so many ranks share each sample; "
+    "&ldquo;planned&rdquo; is then the plan that chose how many, dp x cp. "
     "M: micro-batches of a replica. Spread: slowest less fastest step, over the median. Of bound: "
     "the step over the least time that any plan of the mini-batch can take. Possible: the other "
     "method's step over that bound; no plan gains more. Bubble: share of rank "

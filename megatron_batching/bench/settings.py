@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from omegaconf import OmegaConf
 
+from megatron_batching.bench.figures import AT_CP
 from megatron_batching.bench.schema import merge_into
 from megatron_batching.bench.sizes import check_synthetic_model
 from megatron_batching.bench.train_config import MOST_REPEATS, MOST_SEED
@@ -20,6 +21,7 @@ from megatron_batching.megatron.config import Device, ModelConfig, check_world_s
 from megatron_batching.plan import BatchingOptions, Layout
 from megatron_batching.plan.layout import MOST_COUNT, check_positive
 from megatron_batching.plan.limits import check_size
+from megatron_batching.plan.options import as_context_sizes
 from megatron_batching.schedules.files import check_choice, parsing
 
 Compute = Literal["paced", "model"]
@@ -82,6 +84,10 @@ class BenchConfig:
     """Every length is multiplied by this; below 1 it fits long traces to a small machine."""
     align: int = 1
     """Every sample is padded to a multiple of this."""
+    cp: Any = None
+    """auto, or a list of sizes: `planned` and its parts choose among them how many of the layout's
+    dp x cp ranks share each sample, and the plan at each of them is measured beside. A trace's cap
+    is then what one GPU holds. Methods that do not plan have the layout's cp."""
     plain_micro_batch_size: int | None = None
     """Samples per micro-batch of `plain`; by default as many of the longest as fit the cap."""
     repeats: int = 3
@@ -112,6 +118,7 @@ class BenchConfig:
                 raise ValueError(f"{name} is empty: give at least one")
         for method in self.methods:
             check_choice("method", method, METHODS)
+        object.__setattr__(self, "cp", as_context_sizes(self.cp))
         for name in ("samples_per_replica", "repeats", "align"):
             check_positive(name, getattr(self, name))
         if self.plain_micro_batch_size is not None:
@@ -132,14 +139,35 @@ class BenchConfig:
             check_synthetic_model(self.model)
         for layout in self.layouts:
             check_world_size(layout, world_size)
+            self.methods_on(layout)
             for trace in self.traces:
-                options = BatchingOptions(max_tokens_per_micro_batch=trace.max_tokens)
-                check_size(self.samples_per_replica * layout.dp, layout, options)
-            if self.compute == "paced" and layout.tp * layout.cp * layout.ep > 1:
+                check_size(self.samples_per_replica * layout.dp, layout, self.batching(trace))
+            if self.compute == "paced" and layout.tp * layout.ep > 1:
                 raise ValueError(
-                    f"tp={layout.tp} cp={layout.cp} ep={layout.ep}: paced stages have none of "
-                    "them; use compute=model"
+                    f"tp={layout.tp} ep={layout.ep}: paced stages have neither; use compute=model"
                 )
+
+    def batching(self, trace: Trace) -> BatchingOptions:
+        """Limits of the micro-batches that are planned of a trace.
+
+        Raises:
+            ValueError: cp is neither auto nor a list of sizes.
+        """
+        cap: dict[str, Any] = {"max_tokens_per_micro_batch": trace.max_tokens}
+        if self.cp is not None:
+            cap = {"max_tokens_per_gpu": trace.max_tokens}
+        return BatchingOptions(**cap, align=self.align, cp=self.cp)
+
+    def methods_on(self, layout: Layout) -> list[str]:
+        """The methods that are measured on a layout: those of the config, and one for each cp.
+
+        Raises:
+            ValueError: a cp does not divide the layout's dp x cp ranks.
+        """
+        if self.cp is None:
+            return self.methods
+        sizes = self.batching(self.traces[0]).cp_sizes(layout)
+        return [*self.methods, *(f"{AT_CP}{cp}" for cp in sizes)]
 
 
 def load_bench_config(

@@ -22,6 +22,9 @@ def summarize(cases: Sequence[MeasuredCase]) -> dict[str, Any]:
     if errors:
         summary["mean_abs_prediction_error"] = statistics.mean(errors)
         summary["worst_abs_prediction_error"] = max(errors)
+    if over_cp := ratios_over_cp(cases):
+        summary["speed_up_over_best_cp"] = statistics.geometric_mean(over_cp)
+        summary["least_speed_up_over_best_cp"] = min(over_cp)
     worth: dict[str, list[float]] = {}
     for figures in (method.figures for case in cases for method in case.methods):
         if figures.method.startswith("no ") and "planned" in figures.speed_up_over:
@@ -78,6 +81,12 @@ def ratios_over(cases: Sequence[MeasuredCase], other: str) -> list[tuple[Measure
         for case in cases
         if (row := _row(case, "planned")) and other in row.speed_up_over
     ]
+
+
+def ratios_over_cp(cases: Sequence[MeasuredCase]) -> list[float]:
+    """Speed-ups of plans that chose their cp over the fastest of those at one cp."""
+    rows = [row for case in cases if (row := _row(case, "planned"))]
+    return [ratio for row in rows if (ratio := row.speed_up_over_best_cp) is not None]
 
 
 def _row(case: MeasuredCase, method: str) -> MethodFigures | None:

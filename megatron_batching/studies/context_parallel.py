@@ -135,7 +135,8 @@ def compare(
     layout = Layout(pp=pp, dp=ranks, tp=TP[sharing])
     model = costs(pp, ranks, sharing, float(np.mean(np.concatenate(mini_batches))))
     longest = max(map(max, mini_batches))
-    common: dict[str, Any] = {"max_tokens_per_gpu": longest + 2 * ranks, "align_per_gpu": layout.tp}
+    cap = longest + 2 * ranks * layout.tp  # padding to the multiple of any cp included
+    common: dict[str, Any] = {"max_tokens_per_gpu": cap, "align_per_gpu": layout.tp}
     possible = BatchingOptions(cp="auto", **common).cp_sizes(layout)
     sizes = tuple(cp for cp in possible if cp <= MOST_CP)
     steps = {

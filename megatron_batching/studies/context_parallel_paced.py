@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from megatron_batching.bench.compute import paced_step
 from megatron_batching.bench.machine import machine, take_precedence
 from megatron_batching.bench.paced_costs import measure_costs
-from megatron_batching.bench.paced_model import PacedStep, build_paced_model, run_paced_step
+from megatron_batching.bench.paced_model import build_paced_model, run_paced_step
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.parallel import initialize, shut_down
 from megatron_batching.plan import (
@@ -36,7 +37,6 @@ from megatron_batching.plan import (
     plan_mini_batch,
 )
 from megatron_batching.program import run as run_program
-from megatron_batching.schedules import StageTimes
 from megatron_batching.studies.context_parallel import SEED, TP, costs, drawn
 
 LAYOUTS = ((4, 2), (2, 4))  # pp, dp x cp
@@ -92,22 +92,13 @@ class PacedGains:
         )
 
 
-def own_step(plan: MicroBatchPlan, model: CostModel, column: int) -> PacedStep:
-    """What the ranks of one of the dp x cp columns run: cp of them the same replica."""
-    replica, cp = column // plan.layout.cp, plan.layout.cp
-    forward, backward = model.of_layout(plan.layout).times(plan.features(replica))
-    return PacedStep(
-        schedule=plan.schedule(replica),
-        times=StageTimes(forward=forward, backward=backward),
-        shapes=[(rows, width // cp) for rows, width in plan.shapes(replica)],
-    )
-
-
 def measure(
     stages: PipelineModel, plans: dict[str, MicroBatchPlan], model: CostModel, repeats: int
 ) -> dict[str, float]:
     """Seconds of the fastest step of each plan, of the slowest rank; the same on all ranks."""
-    steps = {name: own_step(plan, model, stages.placement.dp_rank) for name, plan in plans.items()}
+    steps = {
+        name: paced_step(plan, stages.placement.dp_rank, model) for name, plan in plans.items()
+    }
     found: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(repeats):
         for name, step in steps.items():

@@ -56,6 +56,25 @@ def paced_cases() -> list[dict[str, Any]]:
         repeats=1,
         work_s=0.1,
     )
+    return _paced(config)
+
+
+def paced_shares(layout: dict[str, int], cp: Any, methods: list[str]) -> list[dict[str, Any]]:
+    """As `paced_cases` at a layout whose ranks share samples, or where plans choose how many do."""
+    return _paced(
+        BenchConfig(
+            layouts=[Layout(**layout)],
+            traces=[Trace(lengths="@deepseek_r1", max_tokens=49_152)],
+            methods=methods,
+            cp=cp,
+            samples_per_replica=6,
+            repeats=1,
+            work_s=0.1,
+        )
+    )
+
+
+def _paced(config: BenchConfig) -> list[dict[str, Any]]:
     # Costs that a busy machine makes look large would lift the bound that steps are held against.
     with mock.patch.object(
         measure_module, "measure_costs", return_value=Costs(op_s=0.0, message_s=0.0)
@@ -71,13 +90,14 @@ def paced_cases() -> list[dict[str, Any]]:
     ]
 
 
-def gpt_rows() -> list[dict[str, Any]]:
-    """A small GPT at pp 2 x vpp 2, three ways."""
+def gpt_rows(layout: dict[str, int], methods: list[str], cp: Any = None) -> list[dict[str, Any]]:
+    """A small GPT, its mini-batch cut in several ways."""
     config = BenchConfig(
         compute="model",
-        layouts=[Layout(pp=2, vpp=2)],
+        layouts=[Layout(**layout)],
         traces=[Trace(lengths="@azure_code", max_tokens=160)],
-        methods=["plain", "baseline", "planned"],
+        methods=methods,
+        cp=cp,
         samples_per_replica=10,
         length_scale=0.02,
         repeats=1,

@@ -29,7 +29,7 @@ from megatron_batching.bench.fit import (
 )
 from megatron_batching.bench.methods import Method, without
 from megatron_batching.bench.outputs import Outputs
-from megatron_batching.bench.recording import RankMessages, Recording
+from megatron_batching.bench.recording import CAUSES, RankMessages, Recording
 from megatron_batching.bench.settings import BenchConfig, Trace, load_bench_config
 from megatron_batching.bench.simulate import (
     run_timeline,
@@ -377,6 +377,64 @@ def test_calibrate_from_a_recording(
     np.testing.assert_allclose(fitted.backward, MODEL.backward, rtol=1e-6, atol=1e-9)
 
 
+def test_report_tells_the_cp_that_plans_chose(tmp_path: Path) -> None:
+    from megatron_batching.bench.figures import MethodFigures
+    from megatron_batching.bench.machine import machine
+    from megatron_batching.bench.measure import Measured, MeasuredCase
+    from megatron_batching.bench.report import case_table, write_report
+    from megatron_batching.bench.summary import summarize
+
+    layout = Layout(pp=2, dp=4)
+    config = BenchConfig(layouts=[layout], traces=[Trace()], methods=["planned"], cp=[1, 4])
+    assert config.methods_on(layout) == ["planned", "cp 1", "cp 4"]
+    steps = {"planned": 2.0, "cp 1": 3.0, "cp 4": 2.1}
+    measured = []
+    for name, step_s in steps.items():
+        figures = MethodFigures(
+            layout=layout.dealt(1 if name == "cp 1" else 4),
+            trace="@azure_code",
+            method=name,
+            samples=12,
+            tokens=1000,
+            num_micro_batches=4,
+            group=None,
+            step_s=step_s,
+            step_s_range=(step_s, step_s),
+            bubble_fraction=0.1,
+            bubble_by_cause=dict.fromkeys(CAUSES, 0.0),
+            peak_bytes=1.0,
+            speed_up_over={other: s / step_s for other, s in steps.items() if other != name},
+        )
+        event = Event(pp_rank=0, op=Op("F", 0, 0), start_s=0.0, end_s=1.0)
+        recording = Recording(timeline=Timeline(events=(event,), title=name))
+        measured.append(Measured(figures=figures, recording=recording, predicted=None))
+    case = MeasuredCase(layout=layout, trace=Trace(), methods=tuple(measured))
+    summary = summarize([case])
+    assert summary["speed_up_over_best_cp"] == pytest.approx(1.05)
+    assert figures.to_json()["speed_up_over_cp_1"] == pytest.approx(3.0 / 2.1)
+    columns = [str(column.header) for column in case_table(config, case).columns]
+    assert {"dp x cp", "vs cp 1"} <= set(columns)
+    result = {"compute": "paced", "machine": machine(), **summary}
+    write_report(config, [case], result, tmp_path)
+    [row] = [line for line in (tmp_path / "bench.md").read_text().splitlines() if "@azure" in line]
+    assert "| 3.000 | 2.100 |" in row and "| 1 x 4 |" in row
+    page = (tmp_path / "report.html").read_text()
+    assert page.count(">1 x 4<") == 2 and "over the best fixed cp" in page
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (["cp=4"], "cp=4 must be auto, or a list"),
+        (["cp=[1,3]"], "cp=3 does not divide the dp x cp = 2 ranks"),
+        (["cp=all"], "cp='all' must be auto, or a list"),
+    ],
+)
+def test_cp_that_cannot_be_is_refused(overrides: list[str], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        load_bench_config(find_config("bench"), [*overrides, "layouts=[{pp: 4, dp: 2}]"]).check(8)
+
+
 def test_report_shows_every_method(tmp_path: Path, plan: MicroBatchPlan) -> None:
     from megatron_batching.bench.figures import BoundFigures, MethodFigures
     from megatron_batching.bench.machine import machine
@@ -418,6 +476,7 @@ def test_report_shows_every_method(tmp_path: Path, plan: MicroBatchPlan) -> None
     result = {"compute": "paced", "machine": machine(), **summary}
     written = write_report(config, [case], result, tmp_path)
     assert all(path.exists() for path in written)
+    assert "dp x cp" not in (tmp_path / "bench.md").read_text()
     (line,) = [
         line for line in (tmp_path / "bench.md").read_text().splitlines() if "@azure_code" in line
     ]

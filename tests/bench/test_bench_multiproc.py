@@ -20,6 +20,7 @@ from megatron_batching.bench.recording import Recording
 from megatron_batching.bench.settings import METHODS
 from megatron_batching.plan import Layout, load_cost_model
 from megatron_batching.plan.cost_quality import cost_warning
+from megatron_batching.schedules import Timeline
 from tests.bench import bench_cases, clock_cases
 from tests.bench.bench_cases import TOLD
 from tests.support.process_pool import Pools
@@ -82,12 +83,60 @@ def _source(ops: dict[Any, Any], rank: Any, op: Any) -> Any:
 
 
 def test_a_gpt_gives_the_same_result_by_every_method(pools: Pools) -> None:
-    rows = pools[2].run(bench_cases.gpt_rows)[0]
-    for key in ("loss", "grad_norm"):
-        assert [row[key] for row in rows] == pytest.approx([rows[0][key]] * len(rows), rel=1e-5)
+    methods = ["plain", "baseline", "planned"]
+    rows = pools[2].run(bench_cases.gpt_rows, {"pp": 2, "vpp": 2}, methods)[0]
+    require_equal_results(rows)
     assert all(row["peak_bytes"] > 0 for row in rows)
     padded, packed = rows[0], rows[-1]
     assert padded["peak_bytes"] != packed["peak_bytes"]
+
+
+def require_equal_results(rows: list[dict[str, Any]]) -> None:
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in rows] == pytest.approx([rows[0][key]] * len(rows), rel=1e-5)
+
+
+def test_a_gpt_gives_the_same_result_at_every_cp(pools: Pools) -> None:
+    rows = pools[2].run(bench_cases.gpt_rows, {"dp": 2}, ["planned", "no order"], [1, 2])[0]
+    assert [row["method"] for row in rows] == ["planned", "no order", "cp 1", "cp 2"]
+    require_equal_results(rows)
+    dealt = [(row["layout"]["dp"], row["layout"]["cp"]) for row in rows]
+    assert dealt[2:] == [(2, 1), (1, 2)] and dealt[0] == dealt[1]
+
+
+def test_plans_that_choose_their_cp_stand_beside_each_cp(pools: Pools) -> None:
+    """On the real schedule, with stages that sleep; one long sample makes sharing pay."""
+    methods = ["plain", "planned", "no count"]
+    ranks = pools[4].run(bench_cases.paced_shares, {"pp": 2, "dp": 2}, "auto", methods)
+    rows = {method["row"]["method"]: method["row"] for method in ranks[0]}
+    assert list(rows) == [*methods, "cp 1", "cp 2"]
+    chosen = rows["planned"]["layout"]["cp"]
+    assert rows["no count"]["layout"]["cp"] == chosen
+    assert rows["plain"]["layout"]["cp"] == rows["cp 1"]["layout"]["cp"] == 1
+    assert (rows["cp 2"]["layout"]["dp"], rows["cp 2"]["layout"]["cp"]) == (1, 2)
+    assert rows["planned"]["predicted_s"] == rows[f"cp {chosen}"]["predicted_s"]
+    assert rows["planned"]["predicted_s"] <= min(rows[f"cp {k}"]["predicted_s"] for k in (1, 2))
+    assert {"speed_up_over_cp_1", "speed_up_over_cp_2"} <= set(rows["planned"])
+    for method in ranks[0]:
+        row, recording = method["row"], Recording.from_json(method["recording"])
+        assert row["step_s"] >= row["lower_bound_s"]
+        # The ranks that share samples are one row of the timeline.
+        replicas = {event.dp_rank for event in recording.timeline.events}
+        assert replicas == set(range(row["layout"]["dp"]))
+        predicted = Timeline.from_json(method["predicted"])
+        assert len(predicted.events) == len(recording.timeline.events)
+        told = f"planned, dp {3 - chosen} x cp {chosen}"
+        assert (recording.timeline.title == told) is (row["method"] == "planned")
+        assert (predicted.title == f"{told}, predicted") is (row["method"] == "planned")
+
+
+def test_paced_stages_share_samples(pools: Pools) -> None:
+    methods = ["plain", "verl", "planned"]
+    ranks = pools[4].run(bench_cases.paced_shares, {"pp": 2, "cp": 2}, None, methods)
+    rows = [method["row"] for method in ranks[0]]
+    assert {row["method"] for row in rows} >= {"plain", "planned"}
+    assert all(row["layout"]["cp"] == 2 for row in rows)
+    assert all(row["step_s"] >= row["lower_bound_s"] for row in rows)
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.5])
