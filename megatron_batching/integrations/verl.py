@@ -19,6 +19,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -44,6 +45,12 @@ from megatron_batching.integrations.verl_batch import (
     join_outputs,
     split_outputs,
 )
+from megatron_batching.integrations.verl_dealing import (
+    check_configs,
+    dealer_of,
+    in_use,
+    share_of,
+)
 from megatron_batching.integrations.verl_interfaces import check_interfaces
 from megatron_batching.integrations.verl_limits import check_bandwidth, check_overlap
 from megatron_batching.integrations.verl_losses import cut_dependence
@@ -65,8 +72,9 @@ from megatron_batching.integrations.verl_report import (
 from megatron_batching.integrations.verl_settings import VerlSettings, load_settings
 from megatron_batching.integrations.verl_vision import VisionCosts, vision_costs
 from megatron_batching.megatron.auxiliary import has_router_losses
+from megatron_batching.megatron.dealing import Deal, Dealer
 from megatron_batching.megatron.model import PipelineModel, has_transformer_engine
-from megatron_batching.megatron.parallel import Placement, replica_groups
+from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.recorder import StepRecorder, clock_reading
 from megatron_batching.plan import CostModel, MicroBatchPlan, load_cost_model
 
@@ -75,7 +83,16 @@ DEVICES = ["cuda", "cpu"]
 
 _LOG = logging.getLogger(__name__)
 _IS_DUMMY = "megatron_batching_dummy"
-_OF_A_RUN = ("settings", "_placement", "_learner", "_told_costs", "_has_foretold", "_vision")
+_REPORTED_TOKENS = "megatron_batching_tokens"
+_OF_A_RUN = (
+    "settings",
+    "_placement",
+    "_learner",
+    "_told_costs",
+    "_has_foretold",
+    "_vision",
+    "_dealer",
+)
 """Attributes that are found out anew when a model is built."""
 
 
@@ -104,9 +121,12 @@ class PlannedBatches:
         for name in _OF_A_RUN:
             self.__dict__.pop(name, None)
         _LOG.info("micro-batches are planned: %s", self.settings)
+        if self.settings.cp is not None:
+            check_configs(self.engine_config, self.model_config)
         super().initialize()  # type: ignore[misc]
         check_overlap(self.tf_config)
         report_numbers()
+        _ = self._dealer  # groups are made before there is anything to wait for
         if self._learner is None:
             _ = self._told_costs  # a wrong file fails here rather than in the first step
 
@@ -141,15 +161,34 @@ class PlannedBatches:
         self.last_plan = plan
         if not forward_only:
             self._foretell(data, plan)
-        self._assign_counts(data, whole, plan)
-        build = self._builder(data, whole, plan, fields)
+        deal = self._dealer.deal(plan.layout.cp)
+        self._assign_counts(data, whole, plan, deal)
+        build = self._builder(data, whole, plan, deal, fields)
         start = clock_reading(on_gpu=self._is_on_gpu)
+        with replaying(self, data):
+            reported = self._run(plan, deal, build, loss_function, forward_only=forward_only)
+        seconds = seconds_of_replica(start, self._placement)
+        if not self._placement.is_last_stage:
+            return {}
+        return self._bring_home(reported, whole, plan, deal, seconds)
+
+    def _run(
+        self,
+        plan: MicroBatchPlan,
+        deal: Deal,
+        build: Callable[[int], TensorDict],
+        loss_function: Any,
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """What verl's step reports of each micro-batch that this rank runs."""
+        model = replace(self._pipeline_model, placement=deal.placement)
         with (
-            replaying(self, data),
-            self._learning(plan, forward_only=forward_only) as recorder,
+            in_use(deal, model),
+            self._learning(plan, deal, forward_only=forward_only) as recorder,
         ):
-            reported = run_replica(
-                self._pipeline_model,
+            return run_replica(
+                model,
                 plan,
                 build=build,
                 forward_step=partial(
@@ -166,10 +205,6 @@ class PlannedBatches:
                 check_shapes=self.settings.check_shapes,
                 recorder=recorder,
             )
-        seconds = seconds_of_replica(start, self._placement)
-        if not self._placement.is_last_stage:
-            return {}
-        return self._bring_home(reported, whole, plan, seconds)
 
     def _on_verls_path(
         self, unplanned: Unplanned, data: TensorDict, loss_function: Any, forward_only: bool
@@ -186,7 +221,11 @@ class PlannedBatches:
     ) -> tuple[Any, ...]:
         """As verl; a dummy gives a loss of zero that reaches every parameter, and no report."""
         if not tu.get_non_tensor_data(data, key=_IS_DUMMY, default=False):
-            return super().postprocess_micro_batch_func(output, data, *args, **kwargs)  # type: ignore[misc]
+            found = super().postprocess_micro_batch_func(output, data, *args, **kwargs)  # type: ignore[misc]
+            tokens = tu.get_non_tensor_data(data, key=_REPORTED_TOKENS, default=None)
+            if tokens is None or len(found) == 2:
+                return found
+            return found[0], torch.full_like(found[1], tokens), found[2]
         outputs = self.prepare_model_outputs(output, data)  # type: ignore[attr-defined]
         zero = sum(values.values().float().sum() for values in outputs.values()) * 0.0
         report = {"loss": 0.0, "metrics": {}}
@@ -194,14 +233,17 @@ class PlannedBatches:
             return zero, torch.zeros((), dtype=torch.int, device=zero.device), report
         return zero, report
 
-    def _assign_counts(self, data: TensorDict, whole: WholeMiniBatch, plan: MicroBatchPlan) -> None:
+    def _assign_counts(
+        self, data: TensorDict, whole: WholeMiniBatch, plan: MicroBatchPlan, deal: Deal
+    ) -> None:
         """Tell verl's losses the counts of the mini-batch, as verl's engine does."""
         common = {
-            "sp_size": self.engine_config.context_parallel_size,
+            "sp_size": plan.layout.cp,
             "batch_num_tokens": _as_verl_counts(sum(whole.loss_tokens)),
+            # Of the layout: DDP averages over it and knows no other, however ranks are dealt.
             "dp_size": len(whole.holdings.counts),
             "routed_num_tokens": sum(whole.lengths),
-            "num_micro_batch": plan.replicas[whole.holdings.rank].num_micro_batches,
+            "num_micro_batch": plan.replicas[deal.placement.dp_rank].num_micro_batches,
         }
         tu.assign_non_tensor(data, **common)
 
@@ -210,13 +252,14 @@ class PlannedBatches:
         data: TensorDict,
         whole: WholeMiniBatch,
         plan: MicroBatchPlan,
+        deal: Deal,
         fields: frozenset[str] | None,
     ) -> Callable[[int], TensorDict]:
         """Move samples to where they run; what then makes verl's batch of micro-batch i."""
         rows_of = RowFormat(data, fields)
         held = rows_of.rows(data)
-        rows = move_samples(held, whole.holdings, plan, self._group, replica_groups())
-        micro_batches = plan.replicas[whole.holdings.rank].micro_batches
+        rows = move_samples(held, whole.holdings, plan, *deal.exchange(self._group))
+        micro_batches = plan.replicas[deal.placement.dp_rank].micro_batches
 
         def build(i: int) -> TensorDict:
             samples = micro_batches[i].samples
@@ -225,15 +268,23 @@ class PlannedBatches:
                 return rows_of.batch([dummy_row(held[0])], **extra, **{_IS_DUMMY: True})
             if self._planner.pads_to_longest:
                 extra["forced_max_seqlen"] = max(whole.lengths)
+            if deal.is_choice:
+                extra[_REPORTED_TOKENS] = share_of(sum(whole.lengths[n] for n in samples), deal)
             return rows_of.batch([rows[n] for n in samples], **extra)
 
         return build
 
     def _bring_home(
-        self, reported: list[Any], whole: WholeMiniBatch, plan: MicroBatchPlan, seconds: float
+        self,
+        reported: list[Any],
+        whole: WholeMiniBatch,
+        plan: MicroBatchPlan,
+        deal: Deal,
+        seconds: float,
     ) -> dict[str, Any]:
         """What verl's engine returns, with each sample's output where the sample came from."""
-        micro_batches = plan.replicas[whole.holdings.rank].micro_batches
+        holdings, replica = whole.holdings, deal.placement.dp_rank
+        micro_batches = plan.replicas[replica].micro_batches
         outputs = restore_order(
             [m.samples for m in micro_batches],
             [split_outputs(r.get("model_output", {})) for r in reported],
@@ -243,15 +294,17 @@ class PlannedBatches:
             for m, r in zip(micro_batches, reported, strict=True)
             if m.samples
         ]
-        own = send_home(outputs, whole.holdings, plan, self._group, replica_groups(of_stage=True))
-        everyone = gather((reports, seconds), self._group)
-        metrics = join_metrics([of for of, _ in everyone], whole.holdings.rank)
-        metrics |= plan_metrics(plan, whole.sample_bytes, max(of for _, of in everyone))
-        return {
-            "model_output": join_outputs(own),
-            "loss": [r["loss"] for r in reported],
-            "metrics": metrics,
-        }
+        group, copies = deal.exchange(self._group, of_stage=True)
+        own = send_home(outputs, holdings, plan, group, copies)
+        losses = [r["loss"] for r in reported]
+        everyone = gather((reports, losses, seconds), group)
+        of_replicas = everyone[:: len(everyone) // plan.layout.dp]  # those who share have the same
+        dp = len(holdings.counts)
+        metrics = join_metrics([of for of, _, _ in of_replicas], replica, scale=dp)
+        metrics |= plan_metrics(plan, whole.sample_bytes, max(of for _, _, of in everyone))
+        if not deal.is_own:  # verl averages over the replicas of the layout
+            losses = [sum(x for _, of, _ in of_replicas for x in of) / dp]
+        return {"model_output": join_outputs(own), "loss": losses, "metrics": metrics}
 
     def _foretell(self, data: TensorDict, plan: MicroBatchPlan) -> None:
         """Print once, before the first training step runs, what it will hold and how it will do.
@@ -283,7 +336,16 @@ class PlannedBatches:
         cost, layout = self.settings.cost, self._placement.layout
         model = None if cost is None else load_cost_model(cost, layout)
         check_bandwidth(self.settings.bandwidth, cost, model)
+        if model is not None:
+            for cp in set(self._planner.cp_sizes) - {layout.cp}:
+                model.over(cp)  # has to know them all
         return model
+
+    @cached_property
+    def _dealer(self) -> Dealer:
+        """Groups for every cp that plans may choose; all ranks make them together."""
+        is_trained = not self.engine_config.forward_only
+        return dealer_of(self._pipeline_model, self._planner.cp_sizes, is_trained=is_trained)
 
     @cached_property
     def _learner(self) -> CostLearner | None:
@@ -304,7 +366,7 @@ class PlannedBatches:
 
     @contextlib.contextmanager
     def _learning(
-        self, plan: MicroBatchPlan, *, forward_only: bool
+        self, plan: MicroBatchPlan, deal: Deal, *, forward_only: bool
     ) -> Iterator[StepRecorder | None]:
         """What notes the ops of a training step, from which costs are learned; None without."""
         learner = self._learner
@@ -314,7 +376,7 @@ class PlannedBatches:
         recorder = StepRecorder(on_gpu=self._is_on_gpu)
         origin = recorder.now()
         yield recorder
-        learner.observe(plan, recorded_events(recorder, plan, self._placement, origin))
+        learner.observe(plan, recorded_events(recorder, plan, deal.placement, origin))
 
     def _warn_of_cut(self, loss_function: Any) -> None:
         """Say once of each reason that the loss in use depends on the cut."""

@@ -45,6 +45,7 @@ FIELDS = {
     "verl.workers.config:McoreEngineConfig": (
         "context_parallel_size",
         "dynamic_context_parallel",
+        "forward_only",
         "pad_bshd_to_minibatch_max",
         "pad_to_length",
         "use_remove_padding",

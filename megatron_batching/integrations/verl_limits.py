@@ -9,7 +9,6 @@ mistake that no default should settle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import lcm
 from typing import Any
 
 from megatron_batching.plan import CostModel, Moving
@@ -64,33 +63,36 @@ def batching_limits(
     return {"micro_batch_size": _whole("micro_batch_size_per_gpu", micro_batch_size_per_gpu)}
 
 
-def fp8_limits(limits: dict[str, Any], align: int, cp: int) -> tuple[dict[str, Any], int]:
-    """Limits and alignment of packed rows that stay below the cap with verl's own padding for fp8.
+def fp8_limits(limits: dict[str, Any], piece: int) -> dict[str, Any]:
+    """Limits of packed rows that stay below the cap with verl's own padding for fp8.
 
-    verl 0.9.1 pads each sample to a multiple of 16 and of `align`, and then the row to one of
-    128 x `align` (`preprocess_thd_engine`). A row of at most a multiple of that stays below it.
+    verl 0.9.1 pads each sample to a multiple of 16 and of what its pieces are padded to, and then
+    the row to 128 times the latter (`preprocess_thd_engine`). A row of at most a multiple of that
+    stays below it.
 
     Args:
         limits: from `batching_limits`.
-        align: what samples are padded to without fp8.
-        cp: ranks that share a row.
+        piece: what the pieces that one rank holds of a sample are padded to without fp8, together.
+
+    Returns:
+        Arguments of `BatchingOptions`.
 
     Raises:
         ValueError: the cap is below one such multiple.
 
-    >>> fp8_limits({"max_tokens_per_gpu": 1000}, align=2, cp=1)
-    ({'max_tokens_per_gpu': 768}, 16)
+    >>> fp8_limits({"max_tokens_per_gpu": 1000}, piece=2)
+    {'align': 16, 'max_tokens_per_gpu': 768}
     """
-    row = 128 * align
+    found, row = {"align": 16}, 128 * piece
     if "max_tokens_per_gpu" in limits:
-        cap = limits["max_tokens_per_gpu"] * cp // row * row // cp
+        cap = limits["max_tokens_per_gpu"] // row * row
         if cap == 0:
             raise ValueError(
-                f"max_token_len_per_gpu={limits['max_tokens_per_gpu']} is below {row // cp}, to "
+                f"max_token_len_per_gpu={limits['max_tokens_per_gpu']} is below {row}, to "
                 "a multiple of which verl pads rows in fp8; give at least as much"
             )
-        limits = {**limits, "max_tokens_per_gpu": cap}
-    return limits, lcm(16, align)
+        found["max_tokens_per_gpu"] = cap
+    return found
 
 
 def check_bandwidth(bandwidth: int | None, cost: str | None, model: CostModel | None) -> None:

@@ -28,13 +28,17 @@ from verl.utils.metric import AggregationType, Metric
 Report = tuple[float, Mapping[str, Any]]
 
 
-def join_metrics(replicas: Sequence[Sequence[Report]], rank: int) -> dict[str, Any]:
+def join_metrics(
+    replicas: Sequence[Sequence[Report]], rank: int, scale: int | None = None
+) -> dict[str, Any]:
     """One value for each metric, in the form in which verl's losses gave it.
 
     Args:
         replicas: for each replica, (loss tokens, metrics) of each of its micro-batches, dummies
             left out.
         rank: this replica.
+        scale: by how much verl's losses multiplied what they report as a sum; by default the number
+            of replicas. It differs where a plan has dealt ranks anew.
 
     Returns:
         A `Metric` with one value, or a list of one value where the loss gave a plain number; of
@@ -54,16 +58,14 @@ def join_metrics(replicas: Sequence[Sequence[Report]], rank: int) -> dict[str, A
             continue
         example = next(value for values in found for _, value in values)
         kind = _kind(name, example)
-        value = _reduced(kind, pairs, len(replicas))
+        value = _reduced(kind, pairs, scale or len(replicas))
         if value is not None:
             is_metric = isinstance(example, Metric)
             joined[name] = Metric(kind, value) if is_metric else [value]
     return joined
 
 
-def _reduced(
-    kind: AggregationType, pairs: list[tuple[float, float]], num_replicas: int
-) -> float | None:
+def _reduced(kind: AggregationType, pairs: list[tuple[float, float]], scale: int) -> float | None:
     """The value over everything of (loss tokens, value) pairs; None where lists were empty."""
     if kind is AggregationType.MEAN:
         pairs = [(w, x) for w, x in pairs if w > 0] or pairs
@@ -73,7 +75,7 @@ def _reduced(
         return None
     weights, numbers = (np.array(column, dtype=float) for column in zip(*pairs, strict=True))
     if kind is AggregationType.SUM:
-        return float(numbers.sum() / num_replicas)
+        return float(numbers.sum() / scale)
     if kind is AggregationType.MIN:
         return float(numbers.min())
     if kind is AggregationType.MAX:

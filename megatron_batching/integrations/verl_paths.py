@@ -106,10 +106,14 @@ def takes_no_dummies(engine: Any, data: TensorDict, *, forward_only: bool) -> bo
         data: the batch.
         forward_only: the pass has no backward.
     """
-    config = engine.tf_config
+    counts = not forward_only and counts_experts(engine.tf_config)
+    return counts or replays_routes(engine, data)
+
+
+def counts_experts(config: Any) -> bool:
+    """Whether MoE routers look at all tokens of a training step together: losses, biases."""
     has_bias = config.num_moe_experts and getattr(config, "moe_router_enable_expert_bias", False)
-    counts = not forward_only and (has_router_losses(config) or has_bias)
-    return bool(counts) or replays_routes(engine, data)
+    return bool(has_bias) or has_router_losses(config)
 
 
 def replays_routes(engine: Any, data: TensorDict) -> bool:

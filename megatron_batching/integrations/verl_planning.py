@@ -95,17 +95,18 @@ class MiniBatchPlanner:
         group_size = _given(data, "force_group_size", 1)
         if "micro_batch_size" in limits:
             limits["micro_batch_size"] *= group_size
-        # Both of verl's formats pad to this (sequence parallelism, halves of each cp share); packed
-        # rows that are cut contiguously need no halves (`preprocess_thd_engine`).
         is_cut_once = self._is_cut_contiguously and is_packed
-        align = layout.tp * layout.cp * (2 if layout.cp > 1 and not is_cut_once else 1)
         if is_packed and getattr(self.model.config, "fp8", None):
-            limits, align = fp8_limits(limits, align, layout.cp)
+            has_halves = self.cp_sizes[-1] > 1 and not is_cut_once
+            limits |= fp8_limits(limits, layout.tp * (2 if has_halves else 1))
         options = BatchingOptions(
             **limits,
             packing="packed" if is_packed else "padded",
-            align=align,
+            # Both of verl's formats pad each cp piece to this, for sequence parallelism.
+            align_per_piece=layout.tp,
+            # Packed rows that are cut contiguously need no halves (`preprocess_thd_engine`).
             context_layout="contiguous" if is_cut_once else "zigzag",
+            cp=settings.cp,
             oversize=settings.oversize,
             # Passes without backward have a limit of their own in verl, and hold less.
             memory_limit=None if forward_only else settings.memory_limit,
@@ -123,6 +124,16 @@ class MiniBatchPlanner:
         if options.defers(layout):
             options = replace(options, max_tokens_in_flight=settings.max_tokens_in_flight)
         return options
+
+    @property
+    def cp_sizes(self) -> tuple[int, ...]:
+        """The cp that plans may have, ascending.
+
+        Raises:
+            ValueError: the settings name one that does not divide the layout's ranks.
+        """
+        options = BatchingOptions(micro_batch_size=1, cp=self.settings.cp)
+        return options.cp_sizes(self.model.placement.layout)
 
     @property
     def pads_to_longest(self) -> bool:

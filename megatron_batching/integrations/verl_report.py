@@ -45,6 +45,8 @@ def plan_metrics(
     counts = [replica.num_micro_batches for replica in plan.replicas]
     predicted = plan.predicted
     found = {
+        "dp": float(plan.layout.dp),
+        "cp": float(plan.layout.cp),
         "micro_batches": float(np.mean(counts)),
         "micro_batches_max": float(max(counts)),
         "dummies": float(plan.num_dummies),

@@ -16,7 +16,15 @@ import yaml
 
 from megatron_batching.plan.cost_files import NAMED_COST_MODELS
 from megatron_batching.plan.layout import check_positive
-from megatron_batching.plan.options import Balance, Deferring, Method, Oversize, as_deferring
+from megatron_batching.plan.options import (
+    Balance,
+    ContextSizes,
+    Deferring,
+    Method,
+    Oversize,
+    as_context_sizes,
+    as_deferring,
+)
 from megatron_batching.schedules.files import check_choice, check_field_types, key_hint, parsing
 
 VARIABLE = "MEGATRON_BATCHING_CONFIG"
@@ -40,6 +48,10 @@ class VerlSettings:
     """A sample over the cap: `error`, or `alone` in a micro-batch of its own."""
     group: int | None = None
     """Fix `microbatch_group_size_per_vp_stage`; by default each plan chooses."""
+    cp: ContextSizes = None
+    """How many ranks share each sample of a mini-batch: a list to choose from, or `auto`; the
+    layout's dp x cp ranks are then dealt anew for each plan. By default they stay as verl has
+    them."""
     memory_limit: int | None = None
     """Bytes of a GPU that no rank may exceed in a training step, beside verl's cap: see
     `BatchingOptions`. What else lies on the GPU, such as a rollout engine, is not counted."""
@@ -73,6 +85,7 @@ class VerlSettings:
     def __post_init__(self) -> None:
         deferring = as_deferring(self.defer_weight_gradients)
         object.__setattr__(self, "defer_weight_gradients", deferring)
+        object.__setattr__(self, "cp", as_context_sizes(self.cp))
         # Choices first: `balance: off` is false in YAML, and the choices say more than "text" does.
         for name, choices in (
             ("method", Method),

@@ -97,12 +97,15 @@ class Dealer:
     Args:
         model: this rank's chunks.
         sizes: cp of the plans; each divides dp x cp.
+        option: by which name the user asked for them.
 
     Raises:
         ValueError: the model does not serve other cp than its own, or ranks differ in `sizes`.
     """
 
-    def __init__(self, model: PipelineModel, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, model: PipelineModel, sizes: Sequence[int], option: str = "batching.cp"
+    ) -> None:
         self.placement = model.placement
         own = self.placement.layout.cp
         within_stage = parallel_state.get_tensor_and_context_parallel_group()
@@ -121,8 +124,7 @@ class Dealer:
         for _, _, problem in everyone:
             if problem is not None:
                 raise ValueError(
-                    f"batching.cp lets plans choose cp={others[0]}, but {problem}; leave "
-                    "batching.cp out"
+                    f"{option} lets plans choose cp={others[0]}, but {problem}; leave {option} out"
                 )
         if model.uses_transformer_engine:
             _make_stream()

@@ -110,6 +110,10 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
     align_per_gpu: int = 1
     """The same for what one context-parallel rank holds of a sample: a multiple of cp times this is
     taken."""
+    align_per_piece: int = 1
+    """The same for each piece into which context parallelism cuts a sample, 2 cp of them, or cp if
+    rows are cut contiguously; without it a sample is one piece. verl pads each to a multiple of
+    tp."""
     context_layout: ContextLayout = "zigzag"
     """What each cp rank takes of a row: `zigzag` two pieces of each sample, `contiguous` one piece
     of the whole, which some trainers do. The engines of this package cut `zigzag`."""
@@ -170,6 +174,7 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
                 check_positive(name, getattr(self, name))
         check_positive("align", self.align)
         check_positive("align_per_gpu", self.align_per_gpu)
+        check_positive("align_per_piece", self.align_per_piece)
         check_choice("packing", self.packing, get_args(Packing))
         check_choice("oversize", self.oversize, get_args(Oversize))
         check_choice("balance", self.balance, get_args(Balance))
@@ -220,17 +225,21 @@ micro_batch_size, not max_tokens_per_micro_batch=8, micro_batch_size=2
         return self.defer_weight_gradients and not self.forward_only and layout.pp > 1
 
     def alignment(self, layout: Layout) -> int:
-        """Multiple to which each sample is padded: `align`, cp x `align_per_gpu`, and 2 cp > 2.
+        """Multiple to which each sample is padded: `align`, cp x `align_per_gpu`, and its pieces.
 
         Context parallelism cuts each sample into 2 cp pieces (Megatron-Core,
-        `get_batch_on_this_cp_rank` and its packed counterpart), or rows into cp.
+        `get_batch_on_this_cp_rank` and its packed counterpart), or rows into cp; each is padded to
+        `align_per_piece`.
 
         >>> BatchingOptions(micro_batch_size=1, align=3).alignment(Layout(cp=2))
         12
         >>> options = BatchingOptions(micro_batch_size=1, context_layout="contiguous")
         >>> options.alignment(Layout(cp=2))
         2
+        >>> options = BatchingOptions(micro_batch_size=1, align_per_piece=2)
+        >>> options.alignment(Layout(cp=2)), options.alignment(Layout())
+        (8, 2)
         """
-        multiple = lcm(self.align, self.align_per_gpu * layout.cp)
-        pieces = layout.cp * (2 if self.context_layout == "zigzag" else 1)
-        return lcm(multiple, pieces) if layout.cp > 1 else multiple
+        halves = 2 if layout.cp > 1 and self.context_layout == "zigzag" else 1
+        pieces = self.align_per_piece * layout.cp * halves
+        return lcm(self.align, self.align_per_gpu * layout.cp, pieces)

@@ -7,6 +7,7 @@ Command: pytest tests/data/test_mini_batches.py
 from __future__ import annotations
 
 from collections import Counter
+from math import lcm
 from types import SimpleNamespace
 
 import pytest
@@ -131,16 +132,20 @@ def test_limits_that_are_refused(limits: dict[str, int], message: str) -> None:
 @pytest.mark.parametrize(("align", "cp"), [(1, 1), (2, 1), (8, 4)])
 def test_rows_stay_below_the_cap_with_verls_padding_for_fp8(align: int, cp: int) -> None:
     """Padded as verl does: each sample to 16 and `align`, the row to 128 x `align`."""
-    limits, padded = fp8_limits({"max_tokens_per_gpu": 5000}, align, cp)
+    limits = fp8_limits({"max_tokens_per_gpu": 5000}, align // cp)
     lengths = [3, 900, 17, 1500, 64, 2500, 333, 1, 16, 700]
-    options = BatchingOptions(**limits, align=padded)  # type: ignore[arg-type]
-    plan = plan_mini_batch(lengths, Layout(cp=cp), options)
+    tp = align // (2 * cp) if cp > 1 else align
+    options = BatchingOptions(**limits, align_per_piece=tp)
+    layout = Layout(cp=cp)
+    padded = options.alignment(layout)
+    assert padded == lcm(16, align)
+    plan = plan_mini_batch(lengths, layout, options)
     for micro_batch in plan.replicas[0].micro_batches:
         row = sum(-(-lengths[n] // padded) * padded for n in micro_batch.samples)
         assert -(-row // (128 * align)) * 128 * align <= 5000 * cp
     with pytest.raises(ValueError, match="max_token_len_per_gpu=100 is below 128"):
-        fp8_limits({"max_tokens_per_gpu": 100}, 1, 1)
-    assert fp8_limits({"micro_batch_size": 4}, 1, 1) == ({"micro_batch_size": 4}, 16)
+        fp8_limits({"max_tokens_per_gpu": 100}, 1)
+    assert fp8_limits({"micro_batch_size": 4}, 1) == {"align": 16}
 
 
 def test_an_overlap_that_verl_makes_no_buffers_for_is_refused() -> None:

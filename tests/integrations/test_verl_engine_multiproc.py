@@ -24,7 +24,7 @@ pytest.importorskip("mbridge", reason="needs pip install megatron-batching[verl]
 from megatron_batching.integrations.verl_losses import CUT_DEPENDENT
 from megatron_batching.plan import CostModel, MicroBatchPlan
 from megatron_batching.plan.vision import vision_flop
-from tests.integrations import verl_cases, verl_cpu
+from tests.integrations import verl_cases, verl_cpu, verl_loss_cases, verl_refusals
 from tests.integrations.verl_pool import VerlPools, worst
 
 verl_cpu.skip_without_models()
@@ -42,7 +42,13 @@ LAYOUTS = {
     "pp2-dp2": {"pp": 2, "dp": 2},
     "pp2-vpp2-dp2": {"pp": 2, "vpp": 2, "dp": 2},
 }
+SHARING = {
+    "pp2-vpp2-cp2": {"pp": 2, "vpp": 2, "cp": 2},
+    "dp4": {"dp": 4},
+    "dp2-cp2": {"dp": 2, "cp": 2},
+}
 WITH_EXPERTS = {"dp2-ep2": {"dp": 2, "ep": 2}, "ep1": {"ep": 1}}
+EVERY = LAYOUTS | SHARING | WITH_EXPERTS
 AGGREGATIONS = (
     "token-mean",
     "token-sum",
@@ -69,7 +75,7 @@ INFERENCE = {
 }
 
 
-def by_layout(*names: str) -> Any:
+def by_layout(*names: Any) -> Any:
     """Run all tests of one layout together: engines and workers are built for one at a time."""
     return pytest.mark.parametrize("layout", names or LAYOUTS, scope="module")
 
@@ -83,10 +89,10 @@ def pools() -> Iterator[VerlPools]:
 
 def run(pools: VerlPools, name: str, **case: Any) -> list[dict[str, Any]]:
     """Results of every rank; what is compared must agree to the tolerance."""
-    layout = dict((LAYOUTS | WITH_EXPERTS)[name])
+    layout = dict(EVERY[name])
     dp = layout.pop("dp", 1)
     case.setdefault("lengths", SHARDS[:dp])
-    results = pools[layout.get("pp", 1) * dp].run(
+    results = pools[layout.get("pp", 1) * dp * layout.get("cp", 1)].run(
         case.pop("function", verl_cases.compare), layout=layout, **case
     )
     error, of = worst(results)
@@ -247,6 +253,95 @@ def test_the_per_token_regime_equals_verl(pools: VerlPools, layout: str, loss: s
     run(pools, layout, loss=loss, limits=CAP, packed=True, per_token=True)
 
 
+# The cp of the plans of these steps, in turn, and the loss of a short run.
+DEALT = {
+    "pp2-vpp2-dp2": ([2, 1], "ppo"),
+    "pp2-vpp2-cp2": ([1, 2], "value"),
+    "dp4": ([4, 1, 2], "value"),
+    "dp2-cp2": ([4, 1, 2], "ppo"),
+}
+# Of some length each: the error of a sample is relative to its largest output.
+SHARED = [[40, 17, 64, 9, 22], [12, 50, 33, 90, 20], [61, 14], [70, 24, 28]]
+
+
+def dealt(pools: VerlPools, layout: str, cp: int, **case: Any) -> list[dict[str, Any]]:
+    """A step whose plan has this cp; groups are there for others, too."""
+    sizes, _ = DEALT[layout]
+    settings = f"cp: {sizes}\n" + case.pop("settings", "")
+    case.setdefault("lengths", SHARED[: EVERY[layout].get("dp", 1)])
+    results = run(pools, layout, packed=True, settings=settings, cp=cp, limits=CAP, **case)
+    for result in results:
+        assert result["cp"] == (max(sizes) // cp, cp)
+        for told, value in (("dp", max(sizes) // cp), ("cp", cp), ("unplanned", 0)):
+            assert not result["told"] or result["told"][f"plan/{told}"] == [value]
+    return results
+
+
+@pytest.mark.parametrize("is_short", [True, pytest.param(False, marks=pytest.mark.slow)])
+@by_layout(*DEALT)
+def test_steps_whose_cp_changes_equal_verl(pools: VerlPools, layout: str, is_short: bool) -> None:
+    """Training with the optimizer's step, and passes that only infer; dummies among them."""
+    sizes, own = DEALT[layout]
+    few = [shard[:2] for shard in SHARED[: EVERY[layout].get("dp", 1)]]
+    for loss in [own] if is_short else ["sft", "ppo", "value"]:
+        for cp in sizes:
+            dealt(pools, layout, cp, loss=loss)
+        for cp in sizes[:1] if is_short else sizes:
+            infers = "value" if loss == "value" else "none"
+            dealt(pools, layout, cp, loss=infers, forward_only=True)
+            more = "min_num_micro_batches: 9"
+            [first, *_] = dealt(pools, layout, cp, loss=loss, lengths=few, settings=more)
+            assert first["num_dummies"] > 0
+
+
+@by_layout("pp2-vpp2-dp2", pytest.param("dp4", marks=pytest.mark.slow))
+def test_steps_whose_cp_changes_equal_verl_in_the_per_token_regime(
+    pools: VerlPools, layout: str
+) -> None:
+    for cp in DEALT[layout][0]:
+        dealt(pools, layout, cp, loss="sft", per_token=True)
+
+
+@by_layout("dp4")
+def test_plans_choose_who_shares_samples(pools: VerlPools, layout: str, tmp_path: Path) -> None:
+    """One long sample is shared, many short ones are not; costs may be learned meanwhile."""
+    forward = np.array([[0.0, 1.0, 0.0]])
+    added = [[[0.0, 0.05 * cp, 0.0]] for cp in (2, 4)]
+    sharing = {cp: np.array([a, a]) for cp, a in zip((2, 4), added, strict=True)}
+    times = CostModel(forward=forward, backward=2 * forward, cp=1, sharing=sharing)
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(times.to_json()))
+    case = dict(packed=True, loss="sft", limits=CAP, settings=f"cp: auto\ncost: {path}")
+    for lengths, chosen in (([[100], [2], [3], [4]], (1, 4)), ([[8] * 4] * 4, (4, 1))):
+        for result in run(pools, layout, lengths=lengths, **case):
+            assert result["cp"] == chosen
+            assert result["told"]["plan/cp"] == [chosen[1]]
+    case |= dict(settings="cp: auto\ncost: auto", num_steps=3, lengths=SHARED)
+    refits = [result["refit"] for result in run(pools, layout, **case)]
+    assert refits[0] is not None and all(refit == refits[0] for refit in refits)
+
+
+@pytest.mark.slow
+@by_layout("dp2-ep2")
+def test_choices_that_cannot_be_served_are_refused_when_the_engine_is_built(
+    pools: VerlPools, layout: str, tmp_path: Path
+) -> None:
+    """On every rank, before groups are made."""
+    costs = tmp_path / "costs.json"
+    one = np.array([[0.0, 1.0, 0.0]])
+    costs.write_text(json.dumps(CostModel(forward=one, backward=one, cp=1).to_json()))
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("cp: [1, 3]", {}, "cp=3 does not divide the dp x cp = 2 ranks"),
+        (f"cp: auto\ncost: {costs}", {}, "does not tell what a step takes at cp=2"),
+        ("cp: auto", {"router_losses": True}, "MoE routers take padding into their losses"),
+    ]
+    for settings, config, said in cases:
+        for error in pools[2].run(
+            verl_refusals.refusal, layout=EVERY[layout], settings=settings, **config
+        ):
+            assert said in error, error
+
+
 @pytest.mark.parametrize("loss", ["sft", pytest.param("none", marks=pytest.mark.slow)])
 @by_layout("dp2-ep2")
 def test_experts_on_two_replicas(pools: VerlPools, layout: str, loss: str) -> None:
@@ -256,6 +351,17 @@ def test_experts_on_two_replicas(pools: VerlPools, layout: str, loss: str) -> No
     for more, counts, num_dummies in (("", [4, 4], 0), ("\nmin_num_micro_batches: 5", [5, 5], 2)):
         for result in run(pools, layout, **case, settings="balance: none" + more):
             assert (result["counts"], result["num_dummies"]) == (counts, num_dummies)
+
+
+@by_layout("dp2-ep2")
+def test_experts_and_replayed_routes_where_samples_are_shared(
+    pools: VerlPools, layout: str
+) -> None:
+    """Replicas that share experts run equally many micro-batches; here they become one."""
+    case = dict(limits=CAP, packed=True, settings="cp: [1, 2]", cp=2, replay="R3")
+    for loss in ("ppo", "none"):
+        for result in run(pools, layout, loss=loss, forward_only=loss == "none", **case):
+            assert result["cp"] == (1, 2) and result["told"]["plan/unplanned"] == [0.0]
 
 
 @by_layout("dp2-ep2")
@@ -295,7 +401,7 @@ def test_policy_losses_depend_on_the_cut_only_where_a_warning_says_so(
 ) -> None:
     """Every policy loss that verl has registered; a new one of theirs fails here."""
     (found,) = pools[1].run(
-        verl_cases.policy_losses,
+        verl_loss_cases.policy_losses,
         limits=CAP,
         lengths=[[*SHARDS[0], *SHARDS[1]]],
     )
@@ -331,7 +437,7 @@ def test_trains_what_verl_refuses(pools: VerlPools, layout: str) -> None:
         results = run(
             pools,
             layout,
-            function=verl_cases.beyond_verl,
+            function=verl_refusals.beyond_verl,
             limits=limits,
             lengths=lengths,
             overrides=overrides,

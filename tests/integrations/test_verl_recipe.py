@@ -83,6 +83,8 @@ def test_settings_file_states_the_defaults(monkeypatch: Any) -> None:
             "max_tokens_in_flight: 100\ndefer_weight_gradients: off",
             "limits what is put off; leave one",
         ),
+        ("cp: 2", "cp=2 must be auto, or a list of the sizes to choose from"),
+        ("cp: [0, 1]", "cp=0 must be a whole number of at least 1"),
         ("bandwidth: 1000", "bandwidth=1000 with cost=None"),
         ("- a", "holds no settings"),
         ("a: [", "cannot be read"),

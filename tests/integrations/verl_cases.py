@@ -12,8 +12,8 @@ import io
 import os
 import tempfile
 import types
-import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from tests.integrations.verl_inputs import LAYERS, VOCABULARY, batch, loss_function, policy_loss
+from tests.integrations.verl_inputs import LAYERS, VOCABULARY, batch, loss_function
 
 
 def model_path(*, has_experts: bool = False) -> Path:
@@ -90,6 +90,7 @@ def configs(layout: dict[str, int], *, model_type: str, **engine: Any) -> dict[s
             "pipeline_model_parallel_size": layout.get("pp", 1),
             "virtual_pipeline_model_parallel_size": layout.get("vpp"),
             "tensor_model_parallel_size": layout.get("tp", 1),
+            "context_parallel_size": layout.get("cp", 1),
             "expert_model_parallel_size": layout.get("ep", 1),
             "use_mbridge": True,
             "vanilla_mbridge": True,
@@ -137,7 +138,7 @@ ROUTER_LOSSES = {
 }
 
 
-def _engines(
+def engines_of(
     layout: dict[str, int],
     model_type: str,
     *,
@@ -170,11 +171,18 @@ def _engines(
         theirs = engine("nvidia", layout, model_type=model_type, **config)
         with _routers_kept(replay):
             ours = engine("megatron_batching", layout, model_type=model_type, **config)
-        for mine, other in zip(ours.module, theirs.module, strict=True):
-            assert mine.config.calculate_per_token_loss == per_token
-            mine.load_state_dict(other.state_dict())
+        assert all(m.config.calculate_per_token_loss == per_token for m in ours.module)
+        _copy_weights(theirs, ours)
         _ENGINES[key] = theirs, ours
     return _ENGINES[key]
+
+
+def forget_engines() -> None:
+    """Make room for others, which a case builds by itself."""
+    global _LAYOUT
+    _ENGINES.clear()
+    _LAYOUT = None
+    prepare()
 
 
 @contextlib.contextmanager
@@ -206,8 +214,10 @@ def _copied_counts(*engines: Any) -> Iterator[None]:
             del each._routed_num_tokens
 
 
-def _run(engine: Any, data: Any, loss: Any, *, forward_only: bool) -> dict[str, Any]:
-    """One pass, and all that can be read off afterwards."""
+def run_pass(
+    engine: Any, data: Any, loss: Any, *, forward_only: bool, optimizes: bool = False
+) -> dict[str, Any]:
+    """One pass, with the optimizer's step if it shall, and all that can be read off afterwards."""
     from verl.utils import tensordict_utils as tu
 
     reports: list[tuple[float, dict[str, Any]]] = []
@@ -223,7 +233,7 @@ def _run(engine: Any, data: Any, loss: Any, *, forward_only: bool) -> dict[str, 
     if forward_only:
         with engine.eval_mode():
             output = engine.infer_batch(data, loss_function=function)
-        gradients = {}
+        gradients, norm = {}, None
     else:
         with engine.train_mode():
             engine.optimizer_zero_grad()
@@ -233,8 +243,15 @@ def _run(engine: Any, data: Any, loss: Any, *, forward_only: bool) -> dict[str, 
                 for i, chunk in enumerate(engine.module)
                 for name, parameter in chunk.named_parameters()
             }
+            norm = engine.optimizer_step() if optimizes else None
     counted = tu.get_non_tensor_data(data, key="num_micro_batch", default=None)
-    return {"output": output, "gradients": gradients, "reports": reports, "counted": counted}
+    return {
+        "output": output,
+        "gradients": gradients,
+        "norm": norm,
+        "reports": reports,
+        "counted": counted,
+    }
 
 
 def compare(
@@ -251,13 +268,17 @@ def compare(
     router_losses: bool = False,
     replay: str = "disabled",
     num_steps: int = 1,
+    cp: int | None = None,
 ) -> dict[str, Any]:
-    """Errors of the planned engine against verl's own, on this rank; relative to the largest."""
+    """Errors of the planned engine against verl's own, on this rank; relative to the largest.
+
+    cp: the only one that plans may choose of those in the settings; the optimizers step, too.
+    """
     from megatron_batching.integrations.verl_report import PREFIX
     from megatron_batching.integrations.verl_settings import VerlSettings
 
     model_type = "value_model" if loss == "value" else "language_model"
-    theirs, ours = _engines(
+    theirs, ours = engines_of(
         layout,
         model_type,
         packed=packed,
@@ -266,14 +287,18 @@ def compare(
         replay=replay,
     )
     ours.settings = VerlSettings(**yaml.safe_load(settings or "{}"))
-    for name in ("_learner", "_told_costs", "_has_foretold"):  # of the settings of another case
+    known = ("_learner", "_told_costs", "_has_foretold", "_dealer")
+    for name in known:  # of the settings of another case
         ours.__dict__.pop(name, None)
+    if cp is not None:
+        assert cp in ours._dealer.sizes
+        ours.settings = replace(ours.settings, cp=(cp,))
     dp_rank = ours.get_data_parallel_rank()
     function = None if loss == "none" else loss_function(loss, aggregation)
     printed = io.StringIO()
     with _copied_counts(theirs, ours), contextlib.redirect_stdout(printed):
         true, *_, found = (
-            _run(
+            run_pass(
                 e,
                 batch(
                     lengths,
@@ -281,16 +306,21 @@ def compare(
                     dp_rank=dp_rank,
                     packed=packed,
                     routes=replay != "disabled",
+                    entropy=packed and model_type == "language_model",
                 ),
                 function,
                 forward_only=forward_only,
+                optimizes=cp is not None,
             )
             for e in [theirs, *[ours] * num_steps]
         )
     errors = {
-        f"gradient of {name}": _error(found["gradients"][name], gradient)
+        f"gradient of {name}": relative_error(found["gradients"][name], gradient)
         for name, gradient in true["gradients"].items()
     }
+    if cp is not None and not forward_only:
+        errors["gradient norm"] = abs(found["norm"] - true["norm"]) / true["norm"]
+        _copy_weights(theirs, ours)
     reports, counted = true["reports"], found["counted"]
     true, found = true["output"], found["output"]
     told = {}
@@ -309,7 +339,9 @@ def compare(
             assert values.offsets().tolist() == mine.offsets().tolist()
             # The last token predicts what verl's padding happens to hold; no loss reads it.
             errors[key] = max(
-                _error(a[:-1], b[:-1]) for a, b in zip(mine, values, strict=True) if len(b) > 1
+                relative_error(a[:-1], b[:-1])
+                for a, b in zip(mine, values, strict=True)
+                if len(b) > 1
             )
         if told[f"{PREFIX}unplanned"] == [0.0]:  # else they are reported as verl reports them
             errors |= _metric_errors(reports, found["metrics"], group)
@@ -325,7 +357,13 @@ def compare(
         "foretold": [line for line in printed.getvalue().splitlines() if "foretold" in line],
         "weights": sum(p.numel() * p.element_size() for m in ours.module for p in m.parameters()),
         "told": told,
+        "cp": (plan.layout.dp, plan.layout.cp),
     }
+
+
+def _copy_weights(source: Any, target: Any) -> None:
+    for of, to in zip(source.module, target.module, strict=True):
+        to.load_state_dict(of.state_dict())
 
 
 def with_images(*, layout: dict[str, int], limits: dict[str, Any], **case: Any) -> dict[str, Any]:
@@ -340,7 +378,7 @@ def with_images(*, layout: dict[str, int], limits: dict[str, Any], **case: Any) 
     from megatron_batching.integrations.verl_settings import VerlSettings
     from megatron_batching.integrations.verl_vision import vision_costs
 
-    theirs, ours = _engines(layout, "language_model")
+    theirs, ours = engines_of(layout, "language_model")
     lengths = case["lengths"]
     ours.settings = VerlSettings(**yaml.safe_load(case.get("settings", "{}")))
     for name in ("_learner", "_told_costs"):
@@ -364,7 +402,7 @@ def with_images(*, layout: dict[str, int], limits: dict[str, Any], **case: Any) 
             data["multi_modal_inputs"] = NonTensorStack.from_list(
                 [NonTensorData(i) for i in images]
             )
-        return _run(engine, data, loss_function("ppo"), forward_only=False)
+        return run_pass(engine, data, loss_function("ppo"), forward_only=False)
 
     true = run(theirs, has_images=False)
     run(ours, has_images=False)
@@ -382,7 +420,7 @@ def with_images(*, layout: dict[str, int], limits: dict[str, Any], **case: Any) 
     plan = ours.last_plan
     return {
         "errors": {
-            name: _error(found["gradients"][name], gradient)
+            name: relative_error(found["gradients"][name], gradient)
             for name, gradient in true["gradients"].items()
         },
         "plan": plan.to_json(),
@@ -394,41 +432,7 @@ def with_images(*, layout: dict[str, int], limits: dict[str, Any], **case: Any) 
     }
 
 
-def policy_losses(*, limits: dict[str, Any], lengths: list[list[int]]) -> dict[str, Any]:
-    """Of every registered policy loss: how far cut gradients are from those of one micro-batch.
-
-    Returns:
-        Name -> error of the planned engine, error of verl's own under the same limits, and what
-        the planned engine warned of in two calls.
-    """
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-
-    from megatron_batching.integrations.verl_settings import VerlSettings
-
-    theirs, ours = _engines({}, "language_model")
-    ours.settings = VerlSettings()
-    whole = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 10**6}
-    found = {}
-    for name in POLICY_LOSS_REGISTRY:
-        loss = policy_loss(name)
-        torch.manual_seed(0)
-        true = _run(theirs, batch(lengths, whole, dp_rank=0), loss, forward_only=False)
-        result: dict[str, Any] = {}
-        for key, engine in (("verl", theirs), ("planned", ours)):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                for _ in range(2):
-                    cut = _run(engine, batch(lengths, limits, dp_rank=0), loss, forward_only=False)
-            result[key] = max(
-                _error(cut["gradients"][n], gradient) for n, gradient in true["gradients"].items()
-            )
-            said = [str(w.message) for w in caught]
-            result[f"{key} warned"] = [x for x in said if "how mini-batches are cut" in x]
-        found[name] = result
-    return found
-
-
-def _error(found: torch.Tensor, true: torch.Tensor) -> float:
+def relative_error(found: torch.Tensor, true: torch.Tensor) -> float:
     return float((found - true).abs().max() / true.abs().max().clamp_min(1e-12))
 
 
@@ -461,15 +465,15 @@ def as_verls_own_tests_ask(*, layout: dict[str, int]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(str(model_path()), dtype=torch.float32)
-    _, ours = _engines(layout, "language_model")
+    _, ours = engines_of(layout, "language_model")
     data = batch([[40, 3, 17]], {"use_dynamic_bsz": True, "max_token_len_per_gpu": 64}, dp_rank=0)
     rows = data["input_ids"].unbind()
-    log_probs = _run(ours, data, None, forward_only=True)["output"].get("model_output", {})
+    log_probs = run_pass(ours, data, None, forward_only=True)["output"].get("model_output", {})
     errors = {}
     for ids, found in zip(rows, log_probs.get("log_probs", ()), strict=bool(log_probs)):
         logits = theirs(ids[None]).logits[0].detach()
         true = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
-        errors[f"log-probs of {len(ids)}"] = _error(found[:-1], true)
+        errors[f"log-probs of {len(ids)}"] = relative_error(found[:-1], true)
     # Weights lie where they are used: there is nothing to bring to a GPU.
     engines = "verl.workers.engine.megatron.transformer_impl"
     with mock.patch(f"{engines}.load_megatron_model_to_gpu"):
@@ -477,45 +481,3 @@ def as_verls_own_tests_ask(*, layout: dict[str, int]) -> dict[str, Any]:
         shapes = {name: tuple(tensor.shape) for name, tensor in exported}
     missing = {n: tuple(t.shape) for n, t in theirs.state_dict().items()}.items() ^ shapes.items()
     return {"errors": errors, "missing": sorted(missing)}
-
-
-def beyond_verl(
-    *,
-    layout: dict[str, int],
-    limits: dict[str, Any],
-    lengths: list[list[int]],
-    overrides: dict[str, Any],
-) -> dict[str, Any]:
-    """A batch that verl cannot cut: its error, and ours against verl without limits."""
-    global _LAYOUT
-    _ENGINES.clear()
-    _LAYOUT = None
-    prepare()
-    theirs, ours = (
-        engine(vendor, layout, model_type="language_model", **overrides)
-        for vendor in ("nvidia", "megatron_batching")
-    )
-    loss, dp_rank = loss_function("sft"), ours.get_data_parallel_rank()
-
-    def run(engine: Any, limits: dict[str, Any]) -> dict[str, Any]:
-        return _run(engine, batch(lengths, limits, dp_rank=dp_rank), loss, forward_only=False)
-
-    refused = ""
-    try:
-        run(theirs, limits)
-    except (ValueError, AssertionError) as error:
-        refused = str(error)
-    found = run(ours, limits)
-    theirs.tf_config.microbatch_group_size_per_vp_stage = layout.get("pp", 1)
-    true = run(theirs, {"use_dynamic_bsz": True, "max_token_len_per_gpu": 10**6})
-    plan = ours.last_plan
-    return {
-        "refused": refused,
-        "errors": {
-            name: _error(found["gradients"][name], gradient)
-            for name, gradient in true["gradients"].items()
-        },
-        "counts": [r.num_micro_batches for r in plan.replicas],
-        "num_dummies": plan.num_dummies,
-        "group": plan.group,
-    }

@@ -137,12 +137,17 @@ def _use_local_layers() -> None:
     import mbridge.core.llm_bridge as llm_bridge
     from megatron.core.transformer.moe import moe_utils
 
+    from tests.integrations.verl_attention import CausalAttention
+
     # 0.16.1 asks routers for this name, and sets it only where Transformer Engine is there.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     build_spec = llm_bridge.get_gpt_decoder_block_spec
 
     def local_spec(config: Any, use_transformer_engine: bool = True, **kwargs: Any) -> Any:
-        return build_spec(config, use_transformer_engine=False, **kwargs)
+        spec = build_spec(config, use_transformer_engine=False, **kwargs)
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = CausalAttention
+        return spec
 
     # mbridge looks at the signature to learn whether vp_stage may be passed.
     local_spec.__signature__ = inspect.signature(build_spec)  # type: ignore[attr-defined]
@@ -174,43 +179,10 @@ def without_weights() -> Iterator[None]:
         yield
 
 
-def _causal_attention() -> None:
-    """Megatron's local attention where verl expects Transformer Engine's.
-
-    verl passes a [b, s] padding mask, which local attention does not take: without it it is causal,
-    which right padding needs and no more. Of packed rows verl passes where samples begin, which
-    local attention does not look at: here a mask keeps them apart.
-    """
-    attention = importlib.import_module("megatron.core.transformer.dot_product_attention")
-    forward = attention.DotProductAttention.forward
-
-    def causal(
-        self: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        mask: Any = None,
-        *args: Any,
-        packed_seq_params: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        if packed_seq_params is None:
-            return forward(self, query, key, value, None, *args, **kwargs)
-        starts = packed_seq_params.cu_seqlens_q_padded[1:-1].long()
-        sample = torch.bincount(starts, minlength=len(query)).cumsum(0)
-        apart = sample[:, None] != sample
-        mask = (apart | torch.ones_like(apart).triu(1))[None, None]
-        rows = (x.unsqueeze(1) for x in (query, key, value))
-        return forward(self, *rows, mask, *args, **kwargs).squeeze(1)
-
-    attention.DotProductAttention.forward = causal
-
-
 def install() -> None:
     """Put everything in place; once per process, after the process group stands."""
     _enter_cpu_mode()
     _use_local_layers()
-    _causal_attention()
 
 
 _register_platform()

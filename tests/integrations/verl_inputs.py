@@ -20,6 +20,7 @@ def batch(
     dp_rank: int,
     packed: bool = False,
     routes: bool = False,
+    entropy: bool = False,
 ) -> Any:
     """This replica's samples with every field that verl's losses read, from one seed."""
     from verl.utils import tensordict_utils as tu
@@ -62,6 +63,7 @@ def batch(
     common = {
         "use_fused_kernels": False,
         "use_remove_padding": packed,
+        "calculate_entropy": entropy,
         "temperature": 1.0,
         "global_batch_size": sum(len(shard) for shard in lengths),
         **({"enable_routing_replay": True} if routes else {}),
