@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,8 +35,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func as megatro
 from megatron_batching.data import restore_order
 from megatron_batching.engine.shapes import Brought, Shape, ShapeOf, draw, measured_shape, share
 from megatron_batching.engine.shapes import shapes_of as known_shapes
-from megatron_batching.engine.step_checks import check_plan_layout
+from megatron_batching.engine.step_checks import check_plan_layout, check_plan_lengths
 from megatron_batching.megatron.adopt import adopt, step_settings
+from megatron_batching.megatron.config import aligned_batching
 from megatron_batching.megatron.model import PipelineModel
 from megatron_batching.megatron.p2p import pipeline_shapes
 from megatron_batching.megatron.parallel import Placement
@@ -82,7 +84,8 @@ class UncutMiniBatch:
         lengths: tokens of each sample of the global mini-batch; the same on every rank.
         build: makes the micro-batch that the forward step takes, of samples by their numbers, in
             this order; of no sample a dummy, whose loss has to be 0.
-        batching: how it is cut.
+        batching: how it is cut; what sequence parallelism and low precision need is added to its
+            alignment.
         cost_model: times to plan by; None counts tokens.
         owners: dp rank that holds each sample, for `balance="none"`; by default blocks.
         plan: a plan instead of one that the call makes.
@@ -160,6 +163,8 @@ class _Findings:
     uses_transformer_engine: bool
     reason: str | None
     """Why weight gradients cannot be put off, if so."""
+    number: int
+    """The how manieth model of this process it is: the same on all ranks that call alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,10 +173,12 @@ class _Known:
 
     model: PipelineModel
     reason: str | None
+    number: int
 
 
 # By first chunk, then by all of them: trainers ask for the function anew in each step.
 _FINDINGS: WeakKeyDictionary[Any, dict[tuple[Any, ...], _Findings]] = WeakKeyDictionary()
+_NUMBERS = itertools.count()
 
 
 class _Calls:
@@ -226,14 +233,10 @@ class _Calls:
         found_before = _FINDINGS.setdefault(chunks[0], {})
         key = (has_gradients, *map(id, chunks))
         if key not in found_before:
+            # All ranks have to be here: one that has seen its chunks would wait for ever elsewhere.
+            share(Brought(kind=f"first call, forward_only={forward_only}", count=0, shapes=()))
             found_before[key] = _found(chunks, has_gradients=has_gradients)
         found = found_before[key]
-        for name, of in (("pp_size", "pp"), ("vp_size", "vpp")):
-            size, real = self._sizes.get(name), getattr(found.placement.layout, of)
-            if size is not None and size != real:
-                raise ValueError(
-                    f"{name}={size}, but the parallel state has {of}={real}; leave it out"
-                )
         config = chunks[0].config
         model = PipelineModel(
             config=config,
@@ -242,28 +245,37 @@ class _Calls:
             uses_transformer_engine=found.uses_transformer_engine,
             step_settings=step_settings(config, found.placement, chunks),
         )
-        return _Known(model=model, reason=found.reason)
+        return _Known(model=model, reason=found.reason, number=found.number)
 
     def _prepared(self, known: _Known, source: Any, arguments: dict[str, Any]) -> _Step:
         """This rank's part; what is wrong with it becomes a problem that all ranks learn of."""
         forward_only = arguments["forward_only"]
-        empty = Brought(kind=f"forward_only={forward_only}", count=0)
-        try:
-            for name in _UNSERVED:
-                if arguments.get(name) is not None:
-                    raise ValueError(f"{name} is not served: the call makes its own; leave it out")
-            if isinstance(source, UncutMiniBatch):
-                return self._planned(known, source, empty, forward_only)
-            return self._given(known, source, empty, arguments["num_microbatches"])
-        except Exception as error:
-            # Whatever a loader or `build` raises: the others must not wait for this rank.
-            said = str(error) if isinstance(error, ValueError) else repr(error)
-            problem = f"rank {known.model.placement.rank}: {said}"
-            return _Step(brought=replace(empty, problem=problem))
+        empty = Brought(kind=f"forward_only={forward_only} of model {known.number}", count=0)
 
-    def _given(self, known: _Known, source: Any, empty: Brought, count: int) -> _Step:
+        def attempt(part: Callable[..., _Step], *args: Any) -> _Step:
+            try:
+                return part(known, *args)
+            except Exception as error:
+                # Whatever a loader or `build` raises: the others must not wait for this rank.
+                said = str(error) if isinstance(error, ValueError) else repr(error)
+                problem = f"rank {known.model.placement.rank}: {said}"
+                return _Step(brought=replace(empty, problem=problem))
+
+        if not isinstance(source, UncutMiniBatch):
+            return attempt(self._given, source, empty, arguments)
+        step = attempt(self._planned, source, empty, arguments)
+        if source.planned is not None:
+            share(step.brought)  # ranks may send to one another in there, if all have the same plan
+        return attempt(self._fed, source, step) if step.brought.problem is None else step
+
+    def _given(
+        self, known: _Known, source: Any, empty: Brought, arguments: dict[str, Any]
+    ) -> _Step:
         """The caller's own micro-batches."""
         layout, given = known.model.placement.layout, None
+        self._check_call(layout, arguments)
+        count = arguments["num_microbatches"]
+        _check_count(layout, count)
         if isinstance(source, SizedMicroBatches):
             source, given = source.iterators, source.shapes
             if len(given) != count:
@@ -276,46 +288,67 @@ class _Calls:
                 f"data_iterator={shortened(source)} at vpp {layout.vpp}; give a list with an "
                 "iterator for each chunk"
             )
-        _check_count(layout, count)
         batches = draw(iterators, count)
         shapes = known_shapes(batches, self._shape_of, given)
         _check_division(known.model, shapes or ())
         return _Step(brought=replace(empty, count=count, shapes=shapes), micro_batches=batches)
 
     def _planned(
-        self, known: _Known, source: UncutMiniBatch, empty: Brought, forward_only: bool
+        self, known: _Known, source: UncutMiniBatch, empty: Brought, arguments: dict[str, Any]
     ) -> _Step:
-        """A mini-batch, cut by a plan."""
-        layout, dp_rank = known.model.placement.layout, known.model.placement.dp_rank
+        """A mini-batch, cut by a plan; nothing is built yet."""
+        layout, forward_only = known.model.placement.layout, arguments["forward_only"]
+        self._check_call(layout, arguments)
         plan = source.plan
         if plan is None:
-            options = replace(source.batching, forward_only=forward_only)
+            options = _batching(known.model, source.batching, forward_only)
             if self._deferring == "auto" and not forward_only and known.reason is None:
                 options = replace(options, defer_weight_gradients=True)
             plan = plan_mini_batch(
                 source.lengths, layout, options, source.cost_model, source.owners
             )
+        check_plan_lengths(plan.lengths, source.lengths)
         check_plan_layout(plan, layout)
-        replica = plan.replicas[dp_rank]
+        replica = plan.replicas[known.model.placement.dp_rank]
         if replica.deferral is not None and known.reason is not None and not forward_only:
             raise ValueError(f"the plan puts weight gradients off, but {known.reason}")
-        if source.planned is not None:
-            source.planned(plan)
-        batches = [source.build(batch.samples) for batch in replica.micro_batches]
-        shapes = known_shapes([batches], self._shape_of, None) or tuple(plan.shapes(dp_rank))
-        _check_division(known.model, shapes)
         rows = [[batch.samples for batch in of.micro_batches] for of in plan.replicas]
         digest = hashlib.blake2b(repr((plan.group, plan.lengths, rows)).encode()).hexdigest()
-        return _Step(
-            brought=replace(
-                empty,
-                kind=f"{empty.kind}, plan {digest[:12]} of {len(plan.lengths)} samples",
-                count=len(batches),
-                shapes=shapes,
-            ),
-            micro_batches=[batches] * layout.vpp,
-            plan=plan,
+        brought = replace(
+            empty,
+            kind=f"{empty.kind}, plan {digest[:12]} of {len(plan.lengths)} samples",
+            count=len(replica.micro_batches),
+            shapes=tuple(plan.shapes(replica.dp_rank)),
         )
+        return _Step(brought=brought, plan=plan)
+
+    def _fed(self, known: _Known, source: UncutMiniBatch, step: _Step) -> _Step:
+        """A planned step with its micro-batches, in the shapes that they really have."""
+        assert step.plan is not None
+        placement = known.model.placement
+        if source.planned is not None:
+            source.planned(step.plan)
+        replica = step.plan.replicas[placement.dp_rank]
+        batches = [source.build(batch.samples) for batch in replica.micro_batches]
+        shapes = known_shapes([batches], self._shape_of, None) or step.brought.shapes
+        _check_division(known.model, shapes or ())
+        return replace(
+            step,
+            brought=replace(step.brought, shapes=shapes),
+            micro_batches=[batches] * placement.layout.vpp,
+        )
+
+    def _check_call(self, layout: Layout, arguments: dict[str, Any]) -> None:
+        """Raise ValueError for arguments that are not served, or not those of the layout."""
+        for name in _UNSERVED:
+            if arguments.get(name) is not None:
+                raise ValueError(f"{name} is not served: the call makes its own; leave it out")
+        for name, of in (("pp_size", "pp"), ("vp_size", "vpp")):
+            size, real = self._sizes.get(name), getattr(layout, of)
+            if size is not None and size != real:
+                raise ValueError(
+                    f"{name}={size}, but the parallel state has {of}={real}; leave it out"
+                )
 
     def _scheduled(
         self, known: _Known, replicas: Sequence[Brought], forward_only: bool
@@ -358,6 +391,7 @@ def _found(chunks: list[Any], *, has_gradients: bool) -> _Findings:
         placement=model.placement,
         uses_transformer_engine=model.uses_transformer_engine,
         reason=next((reason for reason in reasons if reason is not None), None),
+        number=next(_NUMBERS),
     )
 
 
@@ -367,6 +401,28 @@ def _iterator(batches: Any) -> Any:
 
 def _is_transformer_engine(chunk: Any) -> bool:
     return any(type(m).__module__.startswith("transformer_engine") for m in chunk.modules())
+
+
+def _batching(
+    model: PipelineModel, batching: BatchingOptions, forward_only: bool
+) -> BatchingOptions:
+    """The options of a plan for these chunks and this call; ValueError if they do not suit them."""
+    layout = model.placement.layout
+    if batching.cp_sizes(layout) != (layout.cp,):
+        raise ValueError(
+            f"batching.cp={shortened(batching.cp)}: your forward step cuts rows for the layout's "
+            f"cp={layout.cp}, and plans of this call cannot choose another; leave it out, or use "
+            "PipelineEngine"
+        )
+    if batching.forward_only and not forward_only:
+        raise ValueError(
+            "batching.forward_only=True, but the call has forward_only=False; leave the first out, "
+            "the call's counts"
+        )
+    # Sequence parallelism and low precision need multiples of more than the user may know.
+    return replace(
+        aligned_batching(batching, layout, vars(model.config)), forward_only=forward_only
+    )
 
 
 def _check_division(model: PipelineModel, shapes: Sequence[Shape]) -> None:
@@ -381,14 +437,17 @@ def _check_division(model: PipelineModel, shapes: Sequence[Shape]) -> None:
     )
 
 
-def _check_count(layout: Layout, count: int) -> None:
+def _check_count(layout: Layout, count: Any) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(
+            f"num_microbatches={shortened(count)} must be a whole number, at least 1; only an "
+            "UncutMiniBatch needs none"
+        )
     if layout.vpp > 1 and count < layout.pp:
         raise ValueError(
             f"num_microbatches={count} at pp {layout.pp} x vpp {layout.vpp}: the interleaved "
             f"schedule needs at least {layout.pp}; cut into more micro-batches"
         )
-    if count < 1:
-        raise ValueError(f"num_microbatches={count} must be at least 1")
 
 
 def _common_group(layout: Layout, counts: Sequence[int], config: Any) -> int | None:

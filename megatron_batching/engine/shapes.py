@@ -90,9 +90,10 @@ def _joined(ranks: Sequence[Brought]) -> Brought:
         known = [value for of in ranks if (value := getattr(of, name)) is not None]
         other = next((value for value in known if value != known[0]), None)
         if other is not None and problem is None:
+            alike = "call all alike" if name == "kind" else "give all the same micro-batches"
             problem = (
                 f"ranks of one replica differ in {name}: {shortened(known[0])} and "
-                f"{shortened(other)}; give all the same micro-batches"
+                f"{shortened(other)}; {alike}"
             )
     return replace(ranks[0], shapes=shapes, problem=problem)
 

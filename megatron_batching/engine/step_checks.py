@@ -261,7 +261,7 @@ def check_plan(
         cp_sizes: in which the engine's dp x cp ranks can be dealt anew.
     """
     require_plan(plan)
-    _check_lengths(plan.lengths, mini_batch.lengths)
+    check_plan_lengths(plan.lengths, mini_batch.lengths)
     own, cp = layout, plan.layout.cp
     if cp in cp_sizes:
         layout = own.dealt(cp)
@@ -298,7 +298,8 @@ def _sizes(layout: Layout, names: Sequence[str]) -> str:
     return " ".join(f"{name}={getattr(layout, name)}" for name in names)
 
 
-def _check_lengths(planned: Sequence[int], real: Sequence[int]) -> None:
+def check_plan_lengths(planned: Sequence[int], real: Sequence[int]) -> None:
+    """Raise ValueError unless a plan is for samples of these lengths."""
     pairs = enumerate(zip(planned, real, strict=False))
     row = next((row for row, (a, b) in pairs if a != b), min(len(planned), len(real)))
     if row == len(planned) == len(real):

@@ -18,7 +18,7 @@ import megatron_batching
 from megatron_batching.engine import SizedMicroBatches, UncutMiniBatch, drop_in
 from megatron_batching.megatron.model import build_model
 from megatron_batching.megatron.parallel import Placement, initialize
-from megatron_batching.plan import BatchingOptions, Layout
+from megatron_batching.plan import BatchingOptions, Layout, plan_mini_batch
 from tests.megatron.own_model_cases import UNSET, gradients, values
 from tests.support.gpt_cases import MODEL, SEED
 
@@ -255,6 +255,47 @@ def uncut(layout: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
+def uncut_arguments(loop: Loop, **changed: Any) -> dict[str, Any]:
+    """Of an `UncutMiniBatch` of four samples that are never run."""
+    arguments = dict(
+        lengths=[8, 9, 8, 9],
+        build=lambda numbers: loop.micro_batches[0],
+        batching=BatchingOptions(micro_batch_size=1),
+    )
+    return arguments | changed
+
+
+def raising(*args: Any) -> Any:
+    raise LookupError("no such row")
+
+
+def meeting(plan: Any) -> None:
+    """As samples are moved: all ranks have to come."""
+    torch.distributed.barrier()
+
+
+UNCUT_FAULTS: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "builds nothing": lambda on_one: {"build": raising} if on_one else {},
+    "lengths, moving": lambda on_one: dict(lengths=[8, 9 + on_one, 8, 9], planned=meeting),
+    "bad lengths, moving": lambda on_one: dict(
+        lengths=[8, 0 if on_one else 9, 8, 9], planned=meeting
+    ),
+    "other plan": lambda on_one: dict(
+        plan=plan_mini_batch([8, 9], Layout(pp=2, vpp=2), BatchingOptions(micro_batch_size=1))
+    ),
+    "other layout": lambda on_one: dict(
+        plan=plan_mini_batch([8, 9, 8, 9], Layout(pp=4), BatchingOptions(micro_batch_size=1))
+    ),
+    "forward only options": lambda on_one: dict(
+        batching=BatchingOptions(micro_batch_size=1, forward_only=True)
+    ),
+    "memory limit": lambda on_one: dict(
+        batching=BatchingOptions(micro_batch_size=1, memory_limit=1 << 30)
+    ),
+    "chosen cp": lambda on_one: dict(batching=BatchingOptions(micro_batch_size=1, cp="auto")),
+}
+
+
 def refused(layout: dict[str, Any], fault: str) -> str:
     """The error of a call with one fault, on this rank; the config has to be as before."""
     loop = Loop(layout)
@@ -294,8 +335,21 @@ def refused(layout: dict[str, Any], fault: str) -> str:
             build=lambda numbers: loop.micro_batches[0],
             batching=BatchingOptions(micro_batch_size=1),
         )
-    elif fault == "pp_size":
+    elif fault == "pp_size" and on_one:
         settings["pp_size"] = 4
+    elif fault == "no count":
+        changed["num_microbatches"] = None
+    elif fault == "one chunk":
+        changed |= dict(model=loop.chunks[0], forward_only=True)
+    elif fault in UNCUT_FAULTS:
+        source = UncutMiniBatch(**uncut_arguments(loop, **UNCUT_FAULTS[fault](on_one)))
+    elif fault in ("another model", "first call"):
+        unwrapped = [chunk.module for chunk in loop.chunks]
+        function = megatron_batching.get_forward_backward_func()
+        for model in (loop.chunks, unwrapped)[: 2 if fault == "another model" else 1]:
+            loop.run(function, loop.iterators(), model=model, forward_only=True)
+        source = loop.iterators()
+        changed |= dict(model=unwrapped if on_one else loop.chunks, forward_only=True)
     before = values(loop.config)
     try:
         loop.run(megatron_batching.get_forward_backward_func(**settings), source, **changed)
@@ -303,6 +357,31 @@ def refused(layout: dict[str, Any], fault: str) -> str:
         assert values(loop.config) == before
         return str(error)
     return "ran"
+
+
+def in_turn(layout: dict[str, Any]) -> dict[str, bool]:
+    """An actor and its reference, by turns, and what else Megatron's function takes."""
+    loop = Loop(layout)
+    reference = [chunk.module for chunk in loop.chunks]
+    function = megatron_batching.get_forward_backward_func()
+    known = inspect.signature(function).parameters
+    calls: dict[str, dict[str, Any]] = {
+        "actor": {},
+        "reference": dict(forward_only=True, model=reference),
+        "actor again": dict(first_val_step=True),
+        "reference again": dict(forward_only=True, model=reference, collect_non_loss_data=True),
+        "all-reduce": dict(force_all_reduce=True) if "force_all_reduce" in known else {},
+        "actor without gradients": dict(forward_only=True, first_val_step=True),
+    }
+    result = {}
+    for name, changed in calls.items():
+        if len(loop.chunks) == 1 and "model" in changed:
+            changed["model"] = reference[0]
+        reports, true = loop.megatrons_own(**changed)
+        with torch.set_grad_enabled(not changed.get("forward_only", False)):
+            found, gradient = loop.run(function, loop.iterators(), **changed)
+        result[name] = found == reports and all(map(torch.equal, gradient, true))
+    return result
 
 
 def failing() -> Iterator[Any]:
