@@ -175,8 +175,6 @@ def _tune_model(
     from megatron_batching.fit.choose import TuneRequest
     from megatron_batching.fit.gpus import gpu_named
     from megatron_batching.plan import read_lengths
-    from megatron_batching.plan.cost import memory_factor_of
-    from megatron_batching.plan.cost_files import read_cost_model
 
     kind = None if gpu is None else gpu_named(gpu)
     job = None if from_verl is None else read_verl_job(from_verl)
@@ -186,8 +184,8 @@ def _tune_model(
     training = TrainingMemory() if job is None else job.training
     cost, speed = asked.pop("cost"), None
     if cost is not None:
-        speed = measured_speed(cost, kind)
-        training = replace(training, factor=memory_factor_of(read_cost_model(cost)))
+        speed, factor = measured_speed(cost, kind)
+        training = replace(training, factor=factor)
     request = TuneRequest(gpu=kind, machine=speed, training=training, **asked)
     drawn, sizes = read_lengths(lengths), model_sizes(model)
     if job is None:

@@ -77,11 +77,9 @@ def measure_memory(
         plan: of the step.
         run: forward and backward of that plan; it has run before.
     """
-    loss, with_entropy = training_loss(engine.model, engine.objective)
+    loss = training_loss(engine.model, engine.objective)
     try:
-        memory = built_memory_model(
-            engine.model, engine.optimizer, loss=loss, with_entropy=with_entropy
-        )
+        memory = built_memory_model(engine.model, engine.optimizer, loss=loss)
     except ValueError as error:
         return StepBytes(unknown=str(error))
     own = engine.placement.pp_rank, _held(engine, run)

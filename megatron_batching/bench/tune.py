@@ -22,7 +22,8 @@ from megatron_batching.fit.gpus import ACHIEVED_FLOPS, GIB, Gpu
 from megatron_batching.fit.named_models import NAMED_MODELS, named_model
 from megatron_batching.fit.tuning import Choice, RuledOut, Tuning
 from megatron_batching.plan import Layout
-from megatron_batching.plan.cost_files import read_cost_model, read_yaml
+from megatron_batching.plan.cost import memory_factor_of
+from megatron_batching.plan.cost_files import read_cost_file
 from megatron_batching.plan.stages import END_OPTIONS, LAYOUT_OPTION, pipeline_stages, split_options
 from megatron_batching.schedules.draw import check_picture
 from megatron_batching.schedules.files import check_file, one_line, write_whole
@@ -51,15 +52,16 @@ def model_sizes(source: str) -> ModelSizes:
         ) from None
 
 
-def measured_speed(source: str, gpu: Gpu) -> np.ndarray:
-    """[2, 3] what a cost file says of the machine that it was measured on, see `machine_speed`.
+def measured_speed(source: str, gpu: Gpu) -> tuple[np.ndarray, float]:
+    """What a cost file says of the machine that it was measured on.
+
+    Returns:
+        [2, 3] as of `machine_speed`, and how many times as much as foretold micro-batches hold.
 
     Raises:
         ValueError: the file does not say of which model and layout it is.
     """
-    model = read_cost_model(source)
-    values = read_yaml(source) if source.endswith((".yaml", ".yml")) else {}
-    about = values.get("calibration") or {}
+    model, about = read_cost_file(source)
     if not isinstance(about, Mapping) or not {"layout", "model"} <= set(about):
         raise ValueError(
             f"cost file {source!r} does not tell the model and layout that it was measured with: "
@@ -69,7 +71,7 @@ def measured_speed(source: str, gpu: Gpu) -> np.ndarray:
         layout = Layout(**about["layout"])
         sizes = ModelSizes.from_model(SimpleNamespace(**about["model"]))
         stages = pipeline_stages(sizes, layout)
-        return machine_speed(model, sizes, layout, gpu, stages)
+        return machine_speed(model, sizes, layout, gpu, stages), memory_factor_of(model)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"cost file {source!r}: {one_line(error)}") from None
 

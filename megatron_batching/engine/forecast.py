@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_batching.engine.memory import built_memory_model
-from megatron_batching.fit.memory import LossKind
+from megatron_batching.engine.memory import HeldByLoss, built_memory_model
 from megatron_batching.megatron.model import PipelineModel
-from megatron_batching.plan import MicroBatchPlan
+from megatron_batching.plan import CostModel, MicroBatchPlan
+from megatron_batching.plan.cost import memory_factor_of
 from megatron_batching.plan.memory_limit import describe, plan_peaks
 
 
@@ -21,9 +21,8 @@ def step_forecast(
     model: PipelineModel,
     optimizer: Any,
     *,
-    loss: LossKind,
-    with_entropy: bool = False,
-    is_value_model: bool = False,
+    loss: HeldByLoss,
+    costs: CostModel | None = None,
 ) -> str:
     """One line on a training step: micro-batches, efficiency, and the rank that holds most.
 
@@ -31,14 +30,13 @@ def step_forecast(
         plan: of the step.
         model: this rank's chunks.
         optimizer: Megatron's, of these chunks.
-        loss: who computes it, see `TrainingMemory`.
-        with_entropy: it gives entropies.
-        is_value_model: the model ends in one value a token.
+        loss: of the step.
+        costs: what the step was planned by; they may know a factor of memory, as plans count it.
     """
     counts = [replica.num_micro_batches for replica in plan.replicas]
     most = max(batch.tokens for replica in plan.replicas for batch in replica.micro_batches)
     number = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])
-    held = _held(plan, model, optimizer, loss, with_entropy, is_value_model)
+    held = _held(plan, model, optimizer, loss, costs)
     return (
         f"first training step, foretold: {plan.layout.describe()}; {number} micro-batches a "
         f"replica of at most {most} tokens; efficiency {plan.predicted.efficiency:.1%} (a bound "
@@ -50,9 +48,8 @@ def _held(
     plan: MicroBatchPlan,
     model: PipelineModel,
     optimizer: Any,
-    loss: LossKind,
-    with_entropy: bool,
-    is_value_model: bool,
+    loss: HeldByLoss,
+    costs: CostModel | None,
 ) -> str:
     """The rank that holds most, or why nobody knows."""
     if not all(weight.requires_grad for chunk in model.chunks for weight in chunk.parameters()):
@@ -60,10 +57,9 @@ def _held(
             "memory unknown: some weights are frozen, and what a step holds then is not described"
         )
     try:
-        memory = built_memory_model(
-            model, optimizer, loss=loss, with_entropy=with_entropy, is_value_model=is_value_model
-        )
+        factor = memory_factor_of(costs)
+        memory = built_memory_model(model, optimizer, loss=loss, factor=factor)
+        held = max(plan_peaks(plan, memory), key=lambda rank: rank.total)
     except ValueError as error:
         return f"memory unknown: {error}"
-    held = max(plan_peaks(plan, memory), key=lambda rank: rank.total)
     return f"pipeline rank {held.pp_rank} holds most, {describe(held)} at {held.at}"

@@ -7,6 +7,7 @@ description of the model can differ from the first.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,21 @@ _NAMES = {
     torch.float16: "fp16",
     torch.uint8: "fp8",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldByLoss:
+    """What decides how much the loss of a pass holds.
+
+    Attributes:
+        kind: who computes it, see `TrainingMemory`.
+        with_entropy: it gives entropies.
+        is_value_model: the model ends in one value a token.
+    """
+
+    kind: LossKind
+    with_entropy: bool = False
+    is_value_model: bool = False
 
 
 def memory_models(
@@ -54,34 +70,31 @@ def memory_models(
     """
     for options in batching:
         _check_buckets(options, shape_buckets)
-    losses: tuple[tuple[LossKind, bool], ...] = (
+    losses = (
         training_loss(model, objective),
-        ("chunked", True),  # log-probabilities, and entropies if they are asked for
+        # Log-probabilities, and entropies if they are asked for.
+        HeldByLoss(kind="chunked", with_entropy=True, is_value_model=objective.reads_values),
     )
     first, second = (
-        engine_memory_model(
-            model,
-            optimizer,
-            options,
-            loss=loss,
-            with_entropy=with_entropy,
-            is_value_model=objective.reads_values,
-            costs=costs,
-        )
-        for options, (loss, with_entropy) in zip(batching, losses, strict=True)
+        engine_memory_model(model, optimizer, options, loss=loss, costs=costs)
+        for options, loss in zip(batching, losses, strict=True)
     )
     return first, second
 
 
-def training_loss(model: PipelineModel, objective: Objective) -> tuple[LossKind, bool]:
-    """Who computes the loss of a training step, see `TrainingMemory`, and whether with entropies.
+def training_loss(model: PipelineModel, objective: Objective) -> HeldByLoss:
+    """What decides how much the loss of a training step holds.
 
     Args:
         model: this rank's chunks.
         objective: per-token loss.
     """
     by_model = model_computes_loss(objective, model.config.params_dtype)
-    return "megatron" if by_model else "chunked", objective.needs_entropy
+    return HeldByLoss(
+        kind="megatron" if by_model else "chunked",
+        with_entropy=objective.needs_entropy,
+        is_value_model=objective.reads_values,
+    )
 
 
 def engine_memory_model(
@@ -89,9 +102,7 @@ def engine_memory_model(
     optimizer: Any,
     options: BatchingOptions,
     *,
-    loss: LossKind,
-    with_entropy: bool = False,
-    is_value_model: bool = False,
+    loss: HeldByLoss,
     costs: CostModel | None = None,
 ) -> MemoryModel | None:
     """Bytes of every rank, where the options limit them; None elsewhere.
@@ -100,9 +111,7 @@ def engine_memory_model(
         model: this rank's chunks.
         optimizer: Megatron's, of these chunks; None where they are not trained.
         options: how mini-batches are cut.
-        loss: who computes it, see `TrainingMemory`.
-        with_entropy: it gives entropies.
-        is_value_model: the model ends in one value a token.
+        loss: of the pass.
         costs: what mini-batches are planned by; they may know a factor of memory.
 
     Raises:
@@ -110,24 +119,15 @@ def engine_memory_model(
     """
     if options.memory_limit is None:
         return None
-    return built_memory_model(
-        model,
-        optimizer,
-        loss=loss,
-        with_entropy=with_entropy,
-        is_value_model=is_value_model,
-        margin=PLANNED_MARGIN,
-        factor=memory_factor_of(costs),
-    )
+    factor = memory_factor_of(costs)
+    return built_memory_model(model, optimizer, loss=loss, margin=PLANNED_MARGIN, factor=factor)
 
 
 def built_memory_model(
     model: PipelineModel,
     optimizer: Any,
     *,
-    loss: LossKind,
-    with_entropy: bool = False,
-    is_value_model: bool = False,
+    loss: HeldByLoss,
     margin: float = 0.0,
     factor: float = 1.0,
 ) -> MemoryModel:
@@ -136,7 +136,7 @@ def built_memory_model(
     Raises:
         ValueError: the model is one whose memory is not described.
     """
-    sizes = sizes_of(model, is_value_model=is_value_model)
+    sizes = sizes_of(model, is_value_model=loss.is_value_model)
     on_gpu = model.placement.device.type == "cuda"
     ddp = getattr(model.chunks[0], "ddp_config", None)
     training = TrainingMemory(
@@ -146,8 +146,8 @@ def built_memory_model(
         is_trained=ddp is not None and optimizer is not None,
         **_state_dtypes(optimizer),
         layers="transformer_engine" if model.uses_transformer_engine else "local",
-        loss=loss,
-        with_entropy=with_entropy and loss != "megatron",
+        loss=loss.kind,
+        with_entropy=loss.with_entropy and loss.kind != "megatron",
         allowance=GPU_ALLOWANCE if on_gpu else 0.0,
         margin=margin,
         factor=factor,

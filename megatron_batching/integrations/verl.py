@@ -319,9 +319,8 @@ class PlannedBatches:
             plan,
             self._pipeline_model,
             getattr(self, "optimizer", None),
-            loss="verl",
-            with_entropy=bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False)),
-            is_value_model=self._is_value_model,
+            loss=self._planner.loss(data),
+            costs=self._cost_model,
         )
         print(told, flush=True)
 

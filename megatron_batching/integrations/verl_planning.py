@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from megatron_batching.engine.deferring import deferred_batching
-from megatron_batching.engine.memory import engine_memory_model
+from megatron_batching.engine.memory import HeldByLoss, engine_memory_model
 from megatron_batching.integrations.verl_batch import WholeMiniBatch
 from megatron_batching.integrations.verl_limits import batching_limits, fp8_limits, moving_cost
 from megatron_batching.integrations.verl_settings import VerlSettings
@@ -155,10 +155,15 @@ class MiniBatchPlanner:
             self.model,
             self.optimizer,
             options,
-            loss="verl",
-            with_entropy=bool(_given(data, "calculate_entropy", False)),
-            is_value_model=self.is_value_model,
+            loss=self.loss(data),
             costs=cost_model,
+        )
+
+    def loss(self, data: TensorDict) -> HeldByLoss:
+        """What decides how much the loss of a pass over such a batch holds."""
+        with_entropy = bool(_given(data, "calculate_entropy", False))
+        return HeldByLoss(
+            kind="verl", with_entropy=with_entropy, is_value_model=self.is_value_model
         )
 
 

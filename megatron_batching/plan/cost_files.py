@@ -46,6 +46,15 @@ def load_cost_model(
 
 def read_cost_model(source: str) -> CostModel:
     """The cost model in a file, for whatever layout it is; ValueError when it holds none."""
+    return read_cost_file(source)[0]
+
+
+def read_cost_file(source: str) -> tuple[CostModel, Any]:
+    """The cost model in a file, and what the file says of how it was measured, or None.
+
+    Raises:
+        ValueError: it holds no cost model.
+    """
     is_yaml = source.endswith((".yaml", ".yml"))
     try:
         value = read_yaml(source) if is_yaml else read_json(source)
@@ -55,10 +64,11 @@ def read_cost_model(source: str) -> CostModel:
         ) from None
     if not isinstance(value, dict):
         raise ValueError(f"cost model {source!r} must be a mapping with forward and backward")
+    about = value.get("calibration") if is_yaml else None
     if is_yaml:
         value = {key: of for key, of in value.items() if key not in EXTRA_SECTIONS}
     try:
-        return CostModel.from_json(value)
+        return CostModel.from_json(value), about
     except ValueError as error:
         raise ValueError(f"cost model {source!r}: {one_line(error)}") from None
 

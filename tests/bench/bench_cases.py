@@ -26,11 +26,19 @@ from megatron_batching.bench.settings import METHODS, BenchConfig, Trace
 from megatron_batching.bench.train import run_training
 from megatron_batching.bench.train_config import load_config
 from megatron_batching.configs import find_config
+from megatron_batching.engine.forecast import step_forecast
+from megatron_batching.engine.memory import training_loss
 from megatron_batching.engine.pipeline import PipelineEngine
 from megatron_batching.megatron.config import ModelConfig
 from megatron_batching.megatron.messages import StepMessages
 from megatron_batching.megatron.parallel import initialize
-from megatron_batching.plan import CostModel, Layout, read_lengths
+from megatron_batching.plan import (
+    BatchingOptions,
+    CostModel,
+    Layout,
+    plan_mini_batch,
+    read_lengths,
+)
 from tests.bench.waits import waits_between
 
 TRAIN = [
@@ -172,6 +180,25 @@ def calibrate(output: str, slower: float = 1.0) -> str:
         config = replace(CALIBRATION, model=replace(MODEL, hidden_size=64))
         run_calibration(config, output=Path(output), held_out=3)
     return printed.getvalue()
+
+
+def forecasts(factors: Sequence[float | None]) -> list[str]:
+    """The line on a first step, by costs that know these factors of memory."""
+    placement = initialize(Layout(pp=2, vpp=2), device="cpu")
+    config = replace(CALIBRATION, model=replace(MODEL, hidden_size=256, vocab_size=4096))
+    engine = build_engine(config, placement)
+    plan = plan_mini_batch([4000] * 4, placement.layout, BatchingOptions(micro_batch_size=1), TOLD)
+    loss = training_loss(engine.model, engine.objective)
+    return [
+        step_forecast(
+            plan,
+            engine.model,
+            engine.optimizer,
+            loss=loss,
+            costs=replace(TOLD, memory_factor=factor),
+        )
+        for factor in factors
+    ]
 
 
 def calibrate_nowhere(output: str) -> str:

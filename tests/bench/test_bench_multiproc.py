@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,16 @@ def test_plans_of_train_choose_their_cp(pools: Pools, tmp_path: Path) -> None:
 def test_ranks_that_share_a_stage_are_recorded_once(pools: Pools, layout: dict[str, int]) -> None:
     ops, _ = pools[2].run(bench_cases.recorded_ops, layout)
     assert len(ops) == len(set(ops)) > 0
+
+
+def test_a_forecast_counts_by_the_measured_factor(pools: Pools) -> None:
+    plain, one, twice = (
+        float(match[1])
+        for line in pools[2].run(bench_cases.forecasts, [None, 1.0, 2.0])[0]
+        if (match := re.search(r"holds most, ([\d.]+) GiB", line))
+    )
+    assert plain == one
+    assert 1.3 * one < twice <= 2 * one  # weights and gradients stay
 
 
 def test_clocks_of_two_hosts_are_read_when_messages_arrive(pools: Pools) -> None:

@@ -118,14 +118,16 @@ def test_what_is_wrong_is_said(config_file: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_model_of_a_cost_file_tells_the_speed(tmp_path: Path) -> None:
-    model = CostModel(forward=np.ones((2, 3)), backward=2 * np.ones((2, 3)), unit="s")
+    ones = np.ones((2, 3))
+    model = CostModel(forward=ones, backward=2 * ones, unit="s", memory_factor=1.25)
     file = tmp_path / "cost.yaml"
     about = {
         "layout": {"pp": 2},
         "model": asdict(ModelConfig(num_layers=2, vocab_size=100)),
     }
     file.write_text(yaml.safe_dump({**model.to_json(), "calibration": about}))
-    speed = measured_speed(str(file), gpu_named("h100"))
+    speed, factor = measured_speed(str(file), gpu_named("h100"))
+    assert factor == 1.25
     assert speed.shape == (2, 3) and (speed > 1e6).all()  # no H100 is that slow
     file.write_text(yaml.safe_dump(model.to_json()))
     with pytest.raises(ValueError, match="does not tell the model and layout"):
