@@ -211,7 +211,9 @@ class PlannedBatches:
     ) -> dict[str, Any]:
         """What verl's own engine does with the batch, and among its metrics that it did."""
         warnings.warn(f"this batch runs on verl's own path: {unplanned.why}", stacklevel=3)
-        output = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
+        own = self._dealer.deal(self._placement.layout.cp)
+        with in_use(own, self._pipeline_model):  # attention may have heard of another step's group
+            output = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
         if "metrics" in output:
             output["metrics"].update(unplanned_metrics(unplanned.name))
         return output

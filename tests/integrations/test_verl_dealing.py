@@ -17,8 +17,12 @@ pytest.importorskip("verl", reason="needs pip install megatron-batching[verl]")
 
 import torch
 from megatron.core import parallel_state
+from tensordict import TensorDict
 
+from megatron_batching.integrations import verl as backend
 from megatron_batching.integrations import verl_dealing
+from megatron_batching.integrations.verl import PlannedBatches
+from megatron_batching.integrations.verl_paths import Unplanned
 from megatron_batching.megatron.dealing import Deal
 from megatron_batching.plan import Layout
 
@@ -80,6 +84,32 @@ def test_verl_cuts_rows_by_the_plan_and_as_before_afterwards(
     assert packing.mpu is parallel_state
     after = packing.preprocess_thd_engine(ids)
     assert after[0].tolist() == before[0].tolist() and after[1].local_cp_size is None
+
+
+def test_batches_on_verls_own_path_tell_attention_of_verls_own_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Transformer Engine keeps the group of the step before, so that each has to name its own."""
+    packing = importlib.import_module("verl.models.mcore.util")
+    size = "get_tensor_model_parallel_world_size"
+    monkeypatch.setattr(parallel_state, size, lambda: 1)
+    ids = torch.nested.as_nested_tensor([torch.arange(8)], layout=torch.jagged)
+
+    class Verls:
+        def forward_backward_batch(self, *args: Any) -> dict[str, Any]:
+            return {"told": packing.preprocess_thd_engine(ids)[1], "metrics": {}}
+
+    class Engine(PlannedBatches, Verls):
+        _dealer = SimpleNamespace(deal=lambda cp: deal_of(cp, 0))  # type: ignore[assignment]
+        _placement = SimpleNamespace(layout=Layout(dp=2, cp=2))  # type: ignore[assignment]
+        _pipeline_model = SimpleNamespace(uses_transformer_engine=True)  # type: ignore[assignment]
+
+    reason = Unplanned(name="tried", why="it is tried")
+    monkeypatch.setattr(backend, "why_verl", lambda *args, **kwargs: reason)
+    with pytest.warns(UserWarning, match="verl's own path: it is tried"):
+        found = Engine().forward_backward_batch(TensorDict(), None, forward_only=True)
+    assert (found["told"].local_cp_size, found["told"].cp_group) == (2, "group of 2")
+    assert found["metrics"] == {"plan/unplanned": [1.0], "plan/unplanned/tried": [1.0]}
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8])
