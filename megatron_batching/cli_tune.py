@@ -83,7 +83,7 @@ ContextSizes = Annotated[
     str | None,
     typer.Option(
         "--cp",
-        help="Context-parallel sizes to try, with commas, or auto: each mini-batch has the best.",
+        help="Context-parallel sizes to try, with commas; auto: each mini-batch chooses its own.",
     ),
 ]
 Oversize = Annotated[

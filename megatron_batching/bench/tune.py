@@ -21,7 +21,7 @@ from megatron_batching.fit.communication import machine_speed
 from megatron_batching.fit.gpus import ACHIEVED_FLOPS, GIB, Gpu
 from megatron_batching.fit.named_models import NAMED_MODELS, named_model
 from megatron_batching.fit.tuning import Choice, RuledOut, Tuning
-from megatron_batching.plan import Layout
+from megatron_batching.plan import BatchingOptions, Layout
 from megatron_batching.plan.cost import memory_factor_of
 from megatron_batching.plan.cost_files import read_cost_file
 from megatron_batching.plan.stages import END_OPTIONS, LAYOUT_OPTION, pipeline_stages, split_options
@@ -145,6 +145,11 @@ def _table(tuning: Tuning, request: TuneRequest) -> list[str]:
             "\n+W: with weight gradients in the gaps, which engines of this package run; other "
             "trainers take longer"
         )
+    if request.cp == "auto":
+        lines[0] += (
+            "\nplans of this package choose cp for each mini-batch; dp and cp are what they chose "
+            "for this one, which other trainers keep"
+        )
     for choice in tuning.ranked:
         layout = choice.layout
         lines.append(
@@ -199,15 +204,24 @@ def _own_config(choice: Choice) -> str:
     names = ("pp", "vpp", "dp", "tp", "cp", "ep")
     sizes = [f"{name}: {getattr(layout, name)}" for name in names]
     sizes += [f"etp: {layout.etp}"] if layout.etp is not None else []
-    deferral = ", defer_weight_gradients: true" if choice.defers else ""
+    options = ", defer_weight_gradients: true" if choice.defers else ""
+    if choice.cp_sizes is not None:
+        options += f", cp: {_context_sizes(choice)}"
     lines = [
         f"layout: {{{', '.join(sizes)}}}",
-        f"batching: {{max_tokens_per_gpu: {choice.max_tokens_per_gpu}{deferral}}}",
+        f"batching: {{max_tokens_per_gpu: {choice.max_tokens_per_gpu}{options}}}",
         "model:",
         "  ddp: {use_distributed_optimizer: true}",
     ]
     fields = [f"{name}: {json.dumps(value)}" for name, value in _transformer(choice).items()]
     return "\n".join([*lines, f"  transformer: {{{', '.join(fields)}}}"])
+
+
+def _context_sizes(choice: Choice) -> str:
+    """`auto` where no cp was left out, else the list."""
+    batching = BatchingOptions(max_tokens_per_gpu=choice.max_tokens_per_gpu, cp="auto")
+    sizes = batching.cp_sizes(choice.layout)
+    return "auto" if choice.cp_sizes == sizes else str(list(choice.cp_sizes or ()))
 
 
 def _megatron_arguments(choice: Choice) -> list[str]:

@@ -60,7 +60,8 @@ class TuneRequest:
         tp: tensor-parallel sizes to try; powers of 2 within a node if not given.
         pp: pipeline sizes.
         vpp: chunk counts.
-        cp: context-parallel sizes; auto: all powers of 2, for a run whose plans choose.
+        cp: context-parallel sizes; auto: plans choose for each mini-batch, among all powers of 2
+            whose plans of this one fit into memory.
         ep: expert-parallel sizes.
         recompute: ways to recompute.
         defer_weight_gradients: try plans with weight gradients in the gaps of the schedule, too.
@@ -125,6 +126,9 @@ def choose_layout(lengths: Sequence[int], sizes: ModelSizes, request: TuneReques
         else:
             ruled_out.append(refusal)
     found.sort(key=lambda trial: trial.estimate)
+    if request.cp == "auto":
+        found, others = _one_of_each_deal(found)
+        ruled_out += others
     kept = found[: request.num_ranked]
     for trial in found[request.num_ranked :]:
         why = f"estimated at {trial.estimate:.3g} s, the last place at {kept[-1].estimate:.3g} s"
@@ -147,6 +151,21 @@ def choose_layout(lengths: Sequence[int], sizes: ModelSizes, request: TuneReques
         for trial in found
     ]
     return Tuning(ranked=tuple(ranked), ruled_out=tuple(ruled_out), estimates=tuple(estimates))
+
+
+def _one_of_each_deal(found: Sequence[_Trial]) -> tuple[list[_Trial], list[RuledOut]]:
+    """Of layouts that differ in how the dp x cp ranks are dealt the best, and why not the others.
+
+    found: the best first.
+    """
+    kept: dict[Layout, _Trial] = {}
+    others = []
+    for trial in found:
+        best = kept.setdefault(trial.layout.dealt(1), trial)
+        if best is not trial:
+            why = f"plans choose among cp, and cp {best.layout.cp} is estimated to be faster"
+            others.append(RuledOut(layout=trial.layout, reason=why, kind="time"))
+    return list(kept.values()), others
 
 
 def judge_layout(
@@ -173,7 +192,7 @@ def judge_layout(
     if sizes.recompute_granularity is not None:
         way = "full" if sizes.recompute_granularity == "full" else "selective"
     stages = tuple(pipeline_stages(sizes, layout))
-    trial = _Trial(lengths, sizes, layout, replace(request, recompute=(way,)))
+    trial = _Trial(lengths, sizes, layout, replace(request, recompute=(way,), cp=None))
     return trial.as_it_is(stages, max(max_tokens_per_gpu, -(-trial.longest // layout.cp)))
 
 
@@ -310,12 +329,25 @@ class _Trial:
         """The whole mini-batch planned with these stages and this cap."""
         costs = self._costs(self.way)
         options = self._options(cap, FINAL_BUDGET, defers)
-        plan = plan_mini_batch(self.lengths, self.layout, options, costs.model(stages))
-        peaks = peak_bytes(self._memory(self.way, stages), [plan])
-        if peaks.max() > self.request.memory_bytes:
-            why = self._too_much(peaks, f"recompute {self.way} and {cap} tokens a micro-batch")
-            return RuledOut(layout=self.layout, reason=why, kind="memory")
-        return self._choice(costs, stages, plan, peaks)
+        own = self.layout.cp
+        chooses = self.request.cp == "auto"
+        sizes = replace(options, cp="auto").cp_sizes(self.layout) if chooses else (own,)
+        fitting: dict[int, tuple[MicroBatchPlan, np.ndarray]] = {}
+        for cp in sizes:
+            dealt = self.layout.dealt(cp)
+            unit = options.alignment(dealt)
+            longest = -(-max(self.lengths) // unit) * unit
+            if cp != own and (len(self.lengths) < dealt.dp or longest > cap * cp):
+                continue
+            plan = plan_mini_batch(self.lengths, dealt, options, costs.model(stages))
+            peaks = peak_bytes(self._memory(self.way, stages, dealt), [plan])
+            if peaks.max() <= self.request.memory_bytes:
+                fitting[cp] = plan, peaks
+            elif cp == own:
+                why = self._too_much(peaks, f"recompute {self.way} and {cap} tokens a micro-batch")
+                return RuledOut(layout=self.layout, reason=why, kind="memory")
+        plan, peaks = min(fitting.values(), key=lambda of: of[0].predicted.step_time)
+        return self._choice(costs, stages, plan, peaks, tuple(fitting) if chooses else None)
 
     def _choice(
         self,
@@ -323,15 +355,17 @@ class _Trial:
         stages: tuple[Stage, ...],
         plan: MicroBatchPlan,
         peaks: np.ndarray,
+        cp_sizes: tuple[int, ...] | None,
     ) -> Choice:
         reduction = costs.reduction_seconds(stages)
         step = plan.predicted.step_time + reduction
         most = max(batch.tokens for replica in plan.replicas for batch in replica.micro_batches)
         return Choice(
-            layout=self.layout,
+            layout=plan.layout,
             recompute=self.way,
             stages=stages,
-            max_tokens_per_gpu=max(most, self.longest) // self.layout.cp,
+            max_tokens_per_gpu=max(most, self.longest) // plan.layout.cp,
+            cp_sizes=cp_sizes,
             step_time=step,
             efficiency=min(1.0, self._own_work() / step),
             peak_bytes=tuple(peaks.tolist()),
@@ -369,13 +403,17 @@ class _Trial:
             return pipeline_stages(costs.sizes, self.layout)
         return level_stages(costs, self.all / self.layout.dp)
 
-    def _memory(self, way: Recompute, stages: Sequence[Stage]) -> MemoryModel:
-        return memory_model(self.sizes[way], self.layout, self.request.training, stages=stages)
+    def _memory(
+        self, way: Recompute, stages: Sequence[Stage], layout: Layout | None = None
+    ) -> MemoryModel:
+        """layout: where its ranks are dealt in another way than this one's."""
+        training = self.request.training
+        return memory_model(self.sizes[way], layout or self.layout, training, stages=stages)
 
     def _options(self, cap: int, budget: int, defers: bool = False) -> BatchingOptions:
         return BatchingOptions(
             max_tokens_per_gpu=cap,
-            align=self.alignment,
+            align_per_gpu=self.layout.tp,
             search_budget=budget,
             defer_weight_gradients=defers,
         )

@@ -31,6 +31,9 @@ class Choice:
     """[pp] the most that a rank holds."""
     limited_by: str
     """What most of the rest of the step goes to."""
+    cp_sizes: tuple[int, ...] | None = None
+    """Among which plans choose for each mini-batch; `layout` has what they chose for this one. None
+    where the layout's cp holds for all."""
     defers: bool = False
     """Weight gradients run in the gaps of the schedule."""
 
@@ -40,6 +43,7 @@ class Choice:
             "layout": layout_sizes(self.layout),
             "pipeline_model_parallel_layout": layout_text(self.stages),
             "max_tokens_per_gpu": self.max_tokens_per_gpu,
+            "cp_sizes": self.cp_sizes,
             "recompute": self.recompute,
             "defer_weight_gradients": self.defers,
             "step_time": self.step_time,

@@ -85,7 +85,7 @@ def test_json_and_picture(
     for choice in told["ranked"]:
         assert set(choice) == {
             *("layout", "pipeline_model_parallel_layout", "max_tokens_per_gpu", "recompute"),
-            *("defer_weight_gradients", "step_time", "efficiency", "peak_bytes"),
+            *("cp_sizes", "defer_weight_gradients", "step_time", "efficiency", "peak_bytes"),
         }
         assert set(choice["layout"]) == names
         assert len(choice["peak_bytes"]) == choice["layout"]["pp"]

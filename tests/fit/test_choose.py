@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
+from megatron_batching.bench.tune import settings_of
 from megatron_batching.fit import ModelSizes, step_memory
 from megatron_batching.fit.choose import TuneRequest, choose_layout, layouts_of
 from megatron_batching.fit.communication import EstimatedCosts, machine_speed
@@ -68,6 +70,41 @@ def test_what_is_ranked_is_planned_and_fits(tuning: Tuning) -> None:
         assert len(choice.peak_bytes) == choice.layout.pp
         assert min(choice.peak_bytes) > 0 and max(choice.peak_bytes) <= 80 * GIB
         assert choice.max_tokens_per_gpu * choice.layout.cp >= max(LENGTHS)
+
+
+@pytest.mark.parametrize("gib", [80.0, 7.0])
+def test_a_run_whose_plans_choose_cp_does_what_was_judged(
+    gib: float,
+) -> None:
+    """The printed config, planned anew: the dp and cp of the ranking, and its step."""
+    lengths = [24_000, *[1_000] * 31]
+    request = TuneRequest(
+        gpus=8, gpu=H100, memory_gib=gib, training=NO_ALLOWANCE, cp="auto", tp=[1], pp=[2], vpp=[1]
+    )
+    tuning = choose_layout(lengths, SIZES, request)
+    [choice] = tuning.ranked
+    assert choice.layout.cp in (choice.cp_sizes or ()) and choice.layout.cp > 1
+    assert len(tuning.ruled_out) == len(list(layouts_of(SIZES, request))) - 1
+    config = yaml.safe_load(settings_of(choice)["megatron-batching, the config of `train`"])
+    cp = config["batching"]["cp"]
+    assert cp == ("auto" if choice.cp_sizes == (1, 2, 4) else list(choice.cp_sizes or ()))
+    layout = Layout(**config["layout"])
+    batching = BatchingOptions(**config["batching"], search_budget=200)
+    costs = EstimatedCosts(_recomputed(choice), layout, H100)
+    plan = plan_mini_batch(lengths, layout, batching, costs.model(choice.stages))
+    assert plan.layout == layout == choice.layout
+    step = plan.predicted.step_time + costs.reduction_seconds(choice.stages)
+    assert step == pytest.approx(choice.step_time, rel=1e-3)
+
+
+def _recomputed(choice: Choice) -> ModelSizes:
+    is_full = choice.recompute == "full"
+    return replace(
+        SIZES,
+        recompute_granularity=None if choice.recompute == "none" else choice.recompute,
+        recompute_method="uniform" if is_full else None,
+        recompute_num_layers=1 if is_full else None,
+    )
 
 
 def test_peak_and_step_are_those_of_the_plan(tuning: Tuning) -> None:
