@@ -7,7 +7,9 @@ GRPO batch. Three plans of it: one that leaves samples where they are (`balance=
 regardless of where they are, as if every rank had all, and the one that is used, which moves few.
 Measured: sending samples to where the plan runs them and their log-probabilities and entropies
 home, over gloo through host memory (GPUs have faster ways). Simulated: the step. The break-even is
-the step time above which moving pays: cost / (1 - 1 / gain). The last line is JSON.
+the step time above which moving pays: cost / (1 - 1 / gain). Counted: what moves in the three
+passes of a PPO step over the same samples, log-probs, those of the reference, and the update, each
+of which has a plan of its own. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from megatron_batching.plan.options import Balance
 TRACES = {"@azure_code": 16_384, "@azure_conv": 16_384, "@deepseek_r1": 49_152}
 # Per token: ids and position ids in int64, two masks, four floats of the loss.
 _FLOATS = ("old_log_probs", "ref_log_prob", "advantages", "returns")
+_OF_LOG_PROBS = ("input_ids", "loss_mask", "response_mask")  # what moves in passes without a loss
 
 
 def main() -> None:
@@ -95,7 +98,43 @@ def _measure(name: str, cap: int, options: argparse.Namespace) -> dict[str, Any]
                 f"{seconds * 1e3:.1f} ms there and back; step {gain:.3f}x faster (simulated)",
                 flush=True,
             )
+    if rank == 0:
+        row["ppo_step"] = found = _ppo_step(lengths, layout, cap, holdings.owners)
+        print(
+            f"{name}, dp {dp}: of {row['megabytes']:.2f} MB {sum(found['moved_megabytes']):.2f} MB "
+            f"move in the three passes of a PPO step, {found['twice_megabytes']:.2f} MB of them "
+            "once more to where they were before",
+            flush=True,
+        )
     return row
+
+
+def _ppo_step(
+    lengths: list[int], layout: Layout, cap: int, owners: tuple[int, ...]
+) -> dict[str, Any]:
+    """Megabytes that move in each pass, and those that were sent to the same replica before."""
+    been: set[tuple[int, int, str]] = set()
+    moved, twice = [], 0
+    for forward_only in (True, True, False):
+        rows = [_sample(n) for n in lengths]
+        if forward_only:
+            rows = [{name: row[name] for name in _OF_LOG_PROBS} for row in rows]
+        batching = BatchingOptions(max_tokens_per_micro_batch=cap, forward_only=forward_only)
+        moving = Moving(sample_bytes=[_size(row) for row in rows])
+        model = verl_cost_model(layout)
+        made = plan_mini_batch(lengths, layout, batching, model, owners=owners, moving=moving)
+        sent = {
+            (n, replica.dp_rank, name): tensor.numel() * tensor.element_size()
+            for replica in made.replicas
+            for batch in replica.micro_batches
+            for n in batch.samples
+            if owners[n] != replica.dp_rank
+            for name, tensor in rows[n].items()
+        }
+        moved.append(sum(sent.values()) / 1e6)
+        twice += sum(sent[key] for key in sent.keys() & been)
+        been |= sent.keys()
+    return {"moved_megabytes": moved, "twice_megabytes": twice / 1e6}
 
 
 def _seconds(
