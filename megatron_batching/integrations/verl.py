@@ -27,11 +27,13 @@ import torch
 import verl
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
 from megatron_batching.data import move_samples, restore_order, send_home
 from megatron_batching.data.all_to_all import gather
+from megatron_batching.data.bandwidth import measure_bandwidth
 from megatron_batching.engine.costs import starting_costs
 from megatron_batching.engine.forecast import step_forecast
 from megatron_batching.engine.learning import CostLearner
@@ -41,6 +43,8 @@ from megatron_batching.integrations.verl_batch import (
     RowFormat,
     WholeMiniBatch,
     announce,
+    as_verl_counts,
+    asks_for,
     dummy_row,
     join_outputs,
     split_outputs,
@@ -58,7 +62,6 @@ from megatron_batching.integrations.verl_metrics import join_metrics
 from megatron_batching.integrations.verl_paths import (
     DUMMIES,
     Unplanned,
-    replaying,
     takes_no_dummies,
     why_verl,
 )
@@ -69,12 +72,13 @@ from megatron_batching.integrations.verl_report import (
     seconds_of_replica,
     unplanned_metrics,
 )
+from megatron_batching.integrations.verl_routes import add_routes, records_routes, replaying
 from megatron_batching.integrations.verl_settings import VerlSettings, load_settings
 from megatron_batching.integrations.verl_vision import VisionCosts, vision_costs
 from megatron_batching.megatron.auxiliary import has_router_losses
 from megatron_batching.megatron.dealing import Deal, Dealer
 from megatron_batching.megatron.model import PipelineModel, has_transformer_engine
-from megatron_batching.megatron.parallel import Placement
+from megatron_batching.megatron.parallel import Placement, replica_groups
 from megatron_batching.megatron.recorder import StepRecorder, clock_reading
 from megatron_batching.plan import CostModel, MicroBatchPlan, load_cost_model
 
@@ -84,16 +88,6 @@ DEVICES = ["cuda", "cpu"]
 _LOG = logging.getLogger(__name__)
 _IS_DUMMY = "megatron_batching_dummy"
 _REPORTED_TOKENS = "megatron_batching_tokens"
-_OF_A_RUN = (
-    "settings",
-    "_placement",
-    "_learner",
-    "_told_costs",
-    "_has_foretold",
-    "_vision",
-    "_dealer",
-)
-"""Attributes that are found out anew when a model is built."""
 
 
 class PlannedBatches:
@@ -118,7 +112,8 @@ class PlannedBatches:
 
     def initialize(self) -> None:
         """As verl, with the settings checked first: a wrong one fails before a model is built."""
-        for name in _OF_A_RUN:
+        found_out = [n for n, of in vars(PlannedBatches).items() if isinstance(of, cached_property)]
+        for name in ("_has_foretold", *found_out):
             self.__dict__.pop(name, None)
         _LOG.info("micro-batches are planned: %s", self.settings)
         if self.settings.cp is not None:
@@ -151,7 +146,8 @@ class PlannedBatches:
             return self._on_verls_path(unplanned, data, loss_function, forward_only)
         if not forward_only:
             self._warn_of_cut(loss_function)
-        self._distillation_use_topk_active = False  # verl 0.9.1's optimizer step asks for it
+        # verl 0.9.1's optimizer step asks for it.
+        self._distillation_use_topk_active = asks_for(data, "distillation_use_topk")
         # verl 0.9.1: without a loss nothing else of a sample is read, or has to travel.
         fields = READ_WITHOUT_LOSS if loss_function is None else None
         whole = announce(data, fields, self._group, self._placement.dp_rank, self._vision)
@@ -163,11 +159,14 @@ class PlannedBatches:
             self._foretell(data, plan)
         deal = self._dealer.deal(plan.layout.cp)
         self._assign_counts(data, whole, plan, deal)
-        build = self._builder(data, whole, plan, deal, fields)
+        records = records_routes(self, data, forward_only=forward_only)
+        build = self._builder(data, whole, plan, deal, fields, record_r2_routes=records)
         start = clock_reading(on_gpu=self._is_on_gpu)
-        with replaying(self, data):
+        with replaying(self, data, forward_only=forward_only):
             reported = self._run(plan, deal, build, loss_function, forward_only=forward_only)
         seconds = seconds_of_replica(start, self._placement)
+        if records:
+            add_routes(self, plan.group, plan.replicas[deal.placement.dp_rank], reported)
         if not self._placement.is_last_stage:
             return {}
         return self._bring_home(reported, whole, plan, deal, seconds)
@@ -241,7 +240,7 @@ class PlannedBatches:
         """Tell verl's losses the counts of the mini-batch, as verl's engine does."""
         common = {
             "sp_size": plan.layout.cp,
-            "batch_num_tokens": _as_verl_counts(sum(whole.loss_tokens)),
+            "batch_num_tokens": as_verl_counts(sum(whole.loss_tokens)),
             # Of the layout: DDP averages over it and knows no other, however ranks are dealt.
             "dp_size": len(whole.holdings.counts),
             "routed_num_tokens": sum(whole.lengths),
@@ -256,8 +255,12 @@ class PlannedBatches:
         plan: MicroBatchPlan,
         deal: Deal,
         fields: frozenset[str] | None,
+        **common: Any,
     ) -> Callable[[int], TensorDict]:
-        """Move samples to where they run; what then makes verl's batch of micro-batch i."""
+        """Move samples to where they run; what then makes verl's batch of micro-batch i.
+
+        `common` is what every micro-batch says beside its samples.
+        """
         rows_of = RowFormat(data, fields)
         held = rows_of.rows(data)
         rows = move_samples(held, whole.holdings, plan, *deal.exchange(self._group))
@@ -265,7 +268,7 @@ class PlannedBatches:
 
         def build(i: int) -> TensorDict:
             samples = micro_batches[i].samples
-            extra: dict[str, Any] = {"record_r2_routes": False}
+            extra = dict(common)
             if not samples:
                 return rows_of.batch([dummy_row(held[0])], **extra, **{_IS_DUMMY: True})
             if self._planner.pads_to_longest:
@@ -415,9 +418,9 @@ class PlannedBatches:
 
     @cached_property
     def _placement(self) -> Placement:
-        return Placement.from_parallel_state(
-            device=next(self.module[0].parameters()).device, group=self.settings.group
-        )
+        # Not where the weights lie: those of a reference model may be on the host just now.
+        device = torch.device(get_device_id())
+        return Placement.from_parallel_state(device=device, group=self.settings.group)
 
     @property
     def _planner(self) -> MiniBatchPlanner:
@@ -427,8 +430,17 @@ class PlannedBatches:
             model=self._pipeline_model,
             optimizer=getattr(self, "optimizer", None),
             is_value_model=self._is_value_model,
+            measured_bandwidth=lambda: self._measured_bandwidth,
             vision=self._vision,
         )
+
+    @cached_property
+    def _measured_bandwidth(self) -> int:
+        """Bytes that a replica sends to others in a second; all ranks ask for it at once."""
+        found = measure_bandwidth(self._group, replica_groups())
+        if self._placement.rank == 0:  # printed for the reason that `_foretell` has
+            print(f"replicas send samples at {found / 1e9:g} GB/s each, as measured", flush=True)
+        return found
 
     @property
     def _pipeline_model(self) -> PipelineModel:
@@ -476,8 +488,3 @@ def register() -> None:
         if (DEVICES[0], VENDOR) not in known:
             EngineRegistry.register(model_type, "megatron", device=DEVICES, vendor=VENDOR)(engine)
             EngineRegistry.register(model_type, "megatron", device="npu", vendor=VENDOR)(_NoEngine)
-
-
-def _as_verl_counts(total: float) -> float | int:
-    """Whole numbers stay whole, as the sum of verl's integer masks does."""
-    return int(total) if float(total).is_integer() else total

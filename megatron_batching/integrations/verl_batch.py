@@ -34,6 +34,9 @@ READ_WITHOUT_LOSS = frozenset(
 )
 """Fields of samples that verl 0.9.1's Megatron engines read when they compute no loss."""
 
+READ_WITH_LOGITS = frozenset({"teacher_logprobs", "teacher_ids"})
+"""Fields with an entry for each token that verl 0.9.1 reads in the forward step, beside logits."""
+
 
 class RowFormat:
     """How the rows of one TensorDict fit together again.
@@ -179,6 +182,8 @@ def dummy_row(template: Row) -> Row:
     """A sample of one token without loss, made from a real one; it only keeps a rank busy."""
     row = {key: value for key, value in template.items() if key != "multi_modal_inputs"}
     row["input_ids"] = template["input_ids"][:1]
+    for name in READ_WITH_LOGITS & set(row):
+        row[name] = template[name][:1]
     if "position_ids" in template:
         row["position_ids"] = template["position_ids"][..., :1]
     mask = template["loss_mask"]
@@ -201,3 +206,13 @@ def join_outputs(rows: Sequence[Row]) -> dict[str, Tensor]:
         key: torch.nested.as_nested_tensor([row[key] for row in rows], layout=torch.jagged)
         for key in (rows[0] if rows else ())
     }
+
+
+def as_verl_counts(total: float) -> float | int:
+    """Whole numbers stay whole, as the sum of verl's integer masks does."""
+    return int(total) if float(total).is_integer() else total
+
+
+def asks_for(data: TensorDict, name: str) -> bool:
+    """A wish of verl's workers beside the samples."""
+    return bool(tu.get_non_tensor_data(data, key=name, default=False))

@@ -22,6 +22,7 @@ TRIED = "0.9.1"
 _ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
 _CRITIC = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithValueHead"
 _TENSORDICT = "verl.utils.tensordict_utils:"
+_ROUTES = "verl.utils.megatron.router_replay_utils:"
 _STEP = "self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func"
 PARAMETERS = {
     f"{_ENGINE}.initialize": "self",
@@ -35,6 +36,12 @@ PARAMETERS = {
     f"{_CRITIC}.prepare_model_outputs": "self, output, data",
     f"{_ENGINE}.get_data_parallel_group": "self",
     "verl.workers.engine:EngineRegistry.register": "model_type, backend, device, vendor",
+    "verl.utils.device:get_device_id": "",
+    f"{_ROUTES}merge_nested_router_maps": "router_maps",
+    f"{_ROUTES}pp_gather": "local_layers_router_map, tf_config",
+    f"{_ROUTES}reorder_and_merge_vpp_layers": (
+        "micro_batch_tensor_list, num_microbatches, vpp_size, microbatch_group_size_per_vp_stage"
+    ),
     f"{_TENSORDICT}get_non_tensor_data": "data, key, default",
     f"{_TENSORDICT}assign_non_tensor": "tensor_dict, kwargs",
     f"{_TENSORDICT}nested_tensor_from_tensor_list": "tensors, ragged_idx",

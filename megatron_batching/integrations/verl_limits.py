@@ -8,7 +8,7 @@ mistake that no default should settle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_batching.plan import CostModel, Moving
@@ -95,15 +95,15 @@ def fp8_limits(limits: dict[str, Any], piece: int) -> dict[str, Any]:
     return found
 
 
-def check_bandwidth(bandwidth: int | None, cost: str | None, model: CostModel | None) -> None:
+def check_bandwidth(bandwidth: int | str | None, cost: str | None, model: CostModel | None) -> None:
     """Raise ValueError unless costs are in seconds where a bandwidth is given.
 
     Args:
-        bandwidth: bytes a second, if any.
+        bandwidth: bytes a second; anything else needs no costs in seconds.
         cost: the name of the costs.
         model: the costs, if any are named.
     """
-    if bandwidth is not None and model is not None and model.unit != SECONDS:
+    if isinstance(bandwidth, int) and model is not None and model.unit != SECONDS:
         raise ValueError(
             f"bandwidth={bandwidth} with costs in {model.unit} ({cost}): what moving costs is "
             "compared in seconds; give costs in seconds, or leave it out"
@@ -111,22 +111,27 @@ def check_bandwidth(bandwidth: int | None, cost: str | None, model: CostModel | 
 
 
 def moving_cost(
-    bandwidth: int | None, model: CostModel | None, sample_bytes: Sequence[int], dp: int
+    bandwidth: int | str | None,
+    model: CostModel | None,
+    sample_bytes: Sequence[int],
+    dp: int,
+    measured: Callable[[], int],
 ) -> Moving:
     """What it costs that samples travel, in seconds where the costs are and somebody knows.
 
     Args:
-        bandwidth: bytes that a replica sends to others in a second, if it is known.
+        bandwidth: as the settings have it.
         model: the costs in use.
         sample_bytes: of each sample.
         dp: replicas, which are taken to send alike.
+        measured: says the bandwidth; only asked where it counts, on all ranks alike.
 
-    >>> moving_cost(None, None, [8], 2).time_per_byte is None
+    >>> moving_cost("auto", None, [8], 2, lambda: 100).time_per_byte is None
     True
     """
     seconds = None
-    if bandwidth is not None and model is not None and model.unit == SECONDS:
-        seconds = 1.0 / (bandwidth * dp)
+    if bandwidth is not None and model is not None and model.unit == SECONDS and dp > 1:
+        seconds = 1.0 / (dp * (measured() if isinstance(bandwidth, str) else bandwidth))
     return Moving(sample_bytes=sample_bytes, time_per_byte=seconds)
 
 

@@ -10,15 +10,14 @@ length.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 
 from megatron_batching.integrations.verl_losses import reduces_over_ranks
+from megatron_batching.integrations.verl_routes import records_routes, replays_routes
 from megatron_batching.megatron.auxiliary import balancing_kinds, has_router_losses
 
 
@@ -48,10 +47,6 @@ def _reasons(
     engine: Any, data: TensorDict, loss_function: Any, forward_only: bool
 ) -> Iterator[Unplanned]:
     config = engine.tf_config
-
-    def asks_for(name: str) -> bool:
-        return bool(tu.get_non_tensor_data(data, key=name, default=False))
-
     if reduces_over_ranks(loss_function):
         yield Unplanned(
             name="batch_normalize",
@@ -68,22 +63,10 @@ def _reasons(
             name="dynamic_context_parallel",
             why="dynamic_context_parallel cuts the batch itself",
         )
-    records = (
-        forward_only
-        and engine.engine_config.router_replay.mode == "R2"
-        and data.get("routed_experts", None) is None
-    )
-    if replays_routes(engine, data) and records:
-        yield Unplanned(name="recorded_routes", why="verl records routes by micro-batch")
     if engine.model_config.mtp.enable:
         yield Unplanned(
             name="multi_token_prediction",
             why="multi-token prediction reports its losses micro-batch by micro-batch",
-        )
-    if asks_for("distillation_use_topk"):
-        yield Unplanned(
-            name="topk_distillation",
-            why="top-k distillation reads the loss's inputs in the forward pass",
         )
     if not data["input_ids"].is_nested:
         yield Unplanned(name="not_jagged", why="input_ids is not jagged")
@@ -107,36 +90,11 @@ def takes_no_dummies(engine: Any, data: TensorDict, *, forward_only: bool) -> bo
         forward_only: the pass has no backward.
     """
     counts = not forward_only and counts_experts(engine.tf_config)
-    return counts or replays_routes(engine, data)
+    records = records_routes(engine, data, forward_only=forward_only)
+    return counts or (replays_routes(engine, data) and not records)
 
 
 def counts_experts(config: Any) -> bool:
     """Whether MoE routers look at all tokens of a training step together: losses, biases."""
     has_bias = config.num_moe_experts and getattr(config, "moe_router_enable_expert_bias", False)
     return bool(has_bias) or has_router_losses(config)
-
-
-def replays_routes(engine: Any, data: TensorDict) -> bool:
-    """Whether a batch's routes are recorded or given back (R2, R3)."""
-    asked = tu.get_non_tensor_data(data, key="enable_routing_replay", default=False)
-    return bool(engine.enable_routing_replay and asked)
-
-
-@contextlib.contextmanager
-def replaying(engine: Any, data: TensorDict) -> Iterator[None]:
-    """Let verl's forward step give the routes of the samples to the routers, if it shall.
-
-    As `MegatronEngine.forward_backward_batch` does (verl 0.9.1).
-    """
-    if not replays_routes(engine, data):
-        yield
-        return
-    # Patches Megatron's routers when it is imported.
-    from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAction
-
-    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    try:
-        yield
-    finally:
-        RouterReplay.clear_global_indices()
-        RouterReplay.clear_global_router_replay_action()

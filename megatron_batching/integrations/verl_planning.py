@@ -7,6 +7,7 @@ of one plan, which every rank makes by itself from the lengths of all replicas.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,7 @@ class MiniBatchPlanner:
         model: this rank's chunks.
         optimizer: of verl's engine; None before it is built.
         is_value_model: the model is a critic.
+        measured_bandwidth: says how fast replicas send samples; all ranks ask at once, or none.
         vision: what tells the time of images; None where it is not planned.
     """
 
@@ -43,6 +45,7 @@ class MiniBatchPlanner:
     model: PipelineModel
     optimizer: Any
     is_value_model: bool
+    measured_bandwidth: Callable[[], int]
     vision: VisionCosts | None = None
 
     def plan(
@@ -75,7 +78,13 @@ class MiniBatchPlanner:
             cost_model=cost_model,
             owners=whole.holdings.owners,
             memory_model=self._memory_model(data, options, cost_model),
-            moving=moving_cost(self.settings.bandwidth, cost_model, whole.sample_bytes, layout.dp),
+            moving=moving_cost(
+                self.settings.bandwidth,
+                cost_model,
+                whole.sample_bytes,
+                layout.dp,
+                self.measured_bandwidth,
+            ),
             first_stage_work=whole.vision_work,
         )
 

@@ -25,7 +25,13 @@ from megatron_batching.plan.options import (
     as_context_sizes,
     as_deferring,
 )
-from megatron_batching.schedules.files import check_choice, check_field_types, key_hint, parsing
+from megatron_batching.schedules.files import (
+    check_choice,
+    check_field_types,
+    key_hint,
+    parsing,
+    shortened,
+)
 
 VARIABLE = "MEGATRON_BATCHING_CONFIG"
 
@@ -67,10 +73,11 @@ class VerlSettings:
     cost: str | None = None
     """Cost model: `tokens` (default), `verl`, a file of coefficients, or `auto`: learned from the
     training steps of the run."""
-    bandwidth: int | None = None
+    bandwidth: int | str | None = "auto"
     """Bytes that a replica sends to others in a second, with costs in seconds (`auto`, or a file):
-    samples then move only for more time than they take. By default moving all of them is taken to
-    cost a hundredth of the step."""
+    samples then move only for more time than they take. `auto` measures it when costs in seconds
+    are first planned by. With other costs, or null, moving all samples is taken to cost a hundredth
+    of the step."""
     planned_shapes: bool = True
     """Take pipeline shapes from the plan instead of exchanging them."""
     defer_weight_gradients: Deferring = "auto"
@@ -94,7 +101,13 @@ class VerlSettings:
         ):
             check_choice(name, getattr(self, name), get_args(choices))
         check_field_types(self)
-        if self.bandwidth is not None:
+        if isinstance(self.bandwidth, str):
+            if self.bandwidth != "auto":
+                raise ValueError(
+                    f"bandwidth={shortened(self.bandwidth)} is unknown: give bytes a second, auto "
+                    "to measure them, or null"
+                )
+        elif self.bandwidth is not None:
             check_positive("bandwidth", self.bandwidth)
             if self.cost in (None, *NAMED_COST_MODELS):
                 raise ValueError(

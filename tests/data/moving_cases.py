@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_batching.data import Holdings, all_to_all, move_samples, send_home
+from megatron_batching.data.bandwidth import measure_bandwidth
 from megatron_batching.megatron.parallel import initialize, replica_groups
 from megatron_batching.plan import BatchingOptions, Layout, plan_mini_batch
 from megatron_batching.plan.items import owners_over
@@ -100,6 +101,12 @@ def dealt_anew(layout: dict[str, int], shards: list[list[int]], cp: int) -> None
     home = send_home(outputs, holdings, plan, group, copies)
     for n, output in zip(shards[placement.dp_rank], home, strict=True):
         assert torch.equal(output, 2 * torch.arange(n))
+
+
+def bandwidth(layout: dict[str, int]) -> int:
+    """What this rank measures."""
+    initialize(Layout(**layout), device="cpu")
+    return measure_bandwidth(parallel_state.get_data_parallel_group(), replica_groups())
 
 
 def bytes_between(layout: dict[str, int], *, passes_on: bool) -> dict[str, int]:

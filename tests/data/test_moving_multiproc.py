@@ -55,21 +55,38 @@ def test_there_and_back_where_ranks_are_dealt_anew(
 
 @pytest.mark.parametrize(
     "layout",
-    [{"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}],
-    ids=["pp", "tp", "cp"],
+    [
+        {"dp": 2, "pp": 2},
+        {"dp": 2, "tp": 2},
+        {"dp": 2, "cp": 2},
+        pytest.param({"dp": 2, "pp": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["pp", "tp", "cp", "pp and tp"],
 )
 def test_each_byte_goes_to_another_replica_once(pools: Pools, layout: dict[str, int]) -> None:
-    """Two ranks of each replica hold the same 4,000 and 8,000 bytes for the other replica."""
-    payload = 4_000 + 8_000
+    """All ranks of a replica hold the same 4,000 and 8,000 bytes for the other replica."""
+    payload, ranks_of_replica = 4_000 + 8_000, math.prod(layout.values()) // 2
     every, once = (
-        pools[4].run(moving_cases.bytes_between, layout=layout, passes_on=passes_on)
+        pools[2 * ranks_of_replica].run(
+            moving_cases.bytes_between, layout=layout, passes_on=passes_on
+        )
         for passes_on in (False, True)
     )
     of_all = [sum(of_rank["between replicas"] for of_rank in ranks) for ranks in (every, once)]
-    assert of_all[0] == 2 * of_all[1]
+    assert of_all[0] == ranks_of_replica * of_all[1]
     assert payload <= of_all[1] < 1.1 * payload
+    assert sum(of_rank["between replicas"] > 0 for of_rank in once) == 2
     assert sum(of_rank["within"] for of_rank in every) == 0
-    assert sum(of_rank["within"] for of_rank in once) == of_all[1]
+    assert sum(of_rank["within"] for of_rank in once) == (ranks_of_replica - 1) * of_all[1]
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 2, "pp": 2}, {"dp": 4}])
+def test_ranks_agree_how_fast_samples_travel(pools: Pools, layout: dict[str, int]) -> None:
+    """A network of memory: faster than any disk, and slower than light."""
+    found = pools[math.prod(layout.values())].run(moving_cases.bandwidth, layout=layout)
+    assert len(set(found)) == 1
+    assert 10**6 < found[0] < 10**12
+    assert found[0] == int(float(f"{found[0]:.0e}"))
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ def test_settings_file_states_the_defaults(monkeypatch: Any) -> None:
         ("cp: 2", "cp=2 must be auto, or a list of the sizes to choose from"),
         ("cp: [0, 1]", "cp=0 must be a whole number of at least 1"),
         ("bandwidth: 1000", "bandwidth=1000 with cost=None"),
+        ("bandwidth: fast", "bandwidth='fast' is unknown: give bytes a second"),
         ("- a", "holds no settings"),
         ("a: [", "cannot be read"),
     ],

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from tests.integrations.verl_inputs import LAYERS, VOCABULARY, batch, loss_function
+from tests.integrations.verl_inputs import LAYERS, TOPK, VOCABULARY, batch, loss_function
 
 
 def model_path(*, has_experts: bool = False) -> Path:
@@ -222,7 +222,11 @@ def run_pass(
 
     reports: list[tuple[float, dict[str, Any]]] = []
 
-    def recorded(loss: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    def recorded(
+        loss: Any, model_output: Any = None, data: Any = None, dp_group: Any = None, **logits: Any
+    ) -> Any:
+        if logits:  # in the forward step, beside logits
+            return loss(data=data, **logits)
         value, metrics = loss(model_output=model_output, data=data, dp_group=dp_group)
         mask = data["loss_mask"]
         reports.append((float(mask.values().sum()), metrics))
@@ -287,7 +291,7 @@ def compare(
         replay=replay,
     )
     ours.settings = VerlSettings(**yaml.safe_load(settings or "{}"))
-    known = ("_learner", "_told_costs", "_has_foretold", "_dealer")
+    known = ("_learner", "_told_costs", "_has_foretold", "_dealer", "_measured_bandwidth")
     for name in known:  # of the settings of another case
         ours.__dict__.pop(name, None)
     if cp is not None:
@@ -305,7 +309,9 @@ def compare(
                     limits,
                     dp_rank=dp_rank,
                     packed=packed,
-                    routes=replay != "disabled",
+                    routes=replay == "R3",
+                    records=replay == "R2",
+                    topk=TOPK if loss == "topk" else 0,
                     entropy=packed and model_type == "language_model",
                 ),
                 function,
@@ -343,6 +349,7 @@ def compare(
                 for a, b in zip(mine, values, strict=True)
                 if len(b) > 1
             )
+            assert mine.dtype == values.dtype
         if told[f"{PREFIX}unplanned"] == [0.0]:  # else they are reported as verl reports them
             errors |= _metric_errors(reports, found["metrics"], group)
     plan = ours.last_plan
@@ -355,6 +362,8 @@ def compare(
         "refit": None if ours._learner is None else ours._learner.last_refit,
         "peaks": plan.predicted.peak_tokens_in_flight,
         "foretold": [line for line in printed.getvalue().splitlines() if "foretold" in line],
+        "sent at": [line for line in printed.getvalue().splitlines() if "GB/s each" in line],
+        "bandwidth": ours.__dict__.get("_measured_bandwidth"),
         "weights": sum(p.numel() * p.element_size() for m in ours.module for p in m.parameters()),
         "told": told,
         "cp": (plan.layout.dp, plan.layout.cp),
@@ -387,9 +396,7 @@ def with_images(*, layout: dict[str, int], limits: dict[str, Any], **case: Any) 
     grids = [[1, 8, 8 + 4 * i] if i % 2 == 0 else None for i in range(len(lengths[0]))]
     images = [{} if of is None else {"image_grid_thw": torch.tensor([of])} for of in grids]
     images = images if dp_rank == 0 else [{}] * len(lengths[dp_rank])
-    tower = Qwen2_5_VLVisionConfig(
-        depth=24, hidden_size=64, intermediate_size=128, num_heads=2, out_hidden_size=64
-    )
+    tower = Qwen2_5_VLVisionConfig(depth=24, hidden_size=64, intermediate_size=128, num_heads=2)
     config = types.SimpleNamespace(vision_config=tower, vocab_size=VOCABULARY)
     prepare = type(ours).prepare_model_inputs
 
@@ -399,9 +406,8 @@ def with_images(*, layout: dict[str, int], limits: dict[str, Any], **case: Any) 
     def run(engine: Any, *, has_images: bool) -> dict[str, Any]:
         data = batch(lengths, limits, dp_rank=dp_rank)
         if has_images:
-            data["multi_modal_inputs"] = NonTensorStack.from_list(
-                [NonTensorData(i) for i in images]
-            )
+            column = [NonTensorData(of) for of in images]
+            data["multi_modal_inputs"] = NonTensorStack.from_list(column)
         return run_pass(engine, data, loss_function("ppo"), forward_only=False)
 
     true = run(theirs, has_images=False)
@@ -433,11 +439,16 @@ def with_images(*, layout: dict[str, int], limits: dict[str, Any], **case: Any) 
 
 
 def relative_error(found: torch.Tensor, true: torch.Tensor) -> float:
+    found, true = found.float(), true.float()
     return float((found - true).abs().max() / true.abs().max().clamp_min(1e-12))
 
 
+# A mean over some tokens of a micro-batch, and nobody says of how many: it depends on the cut.
+CUT_METRIC = "distillation/overlap_token_advantage"
+
+
 def _metric_errors(reports: Any, found: dict[str, Any], group: Any) -> dict[str, float]:
-    """Against what verl's losses reported: sums as verl adds them up, means over all tokens."""
+    """Against what verl's losses reported: as verl has it, but means over all tokens."""
     from verl.utils.metric import AggregationType, Metric
 
     everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -450,12 +461,16 @@ def _metric_errors(reports: Any, found: dict[str, Any], group: Any) -> dict[str,
         numbers = [v.aggregate() if is_metric else v for v in values]
         if is_metric and values[0].aggregation is AggregationType.SUM:
             true = sum(numbers) / len(everyone)
+        elif is_metric and values[0].aggregation is AggregationType.MIN:
+            true = min(numbers)
+        elif is_metric and values[0].aggregation is AggregationType.MAX:
+            true = max(numbers)
         else:
             total = sum(tokens for tokens, _ in flat)
             true = sum(t * x for (t, _), x in zip(flat, numbers, strict=True)) / total
         mine = found[name].aggregate() if is_metric else found[name][0]
         assert isinstance(found[name], Metric) == is_metric
-        errors[name] = abs(mine - true) / max(abs(true), 1e-3)
+        errors[name] = 0.0 if name == CUT_METRIC else abs(mine - true) / max(abs(true), 1e-3)
     assert set(found) == set(errors)
     return errors
 

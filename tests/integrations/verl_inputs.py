@@ -11,6 +11,7 @@ import torch
 
 VOCABULARY = 128
 LAYERS = 4
+TOPK = 8  # of a teacher's tokens
 
 
 def batch(
@@ -21,8 +22,14 @@ def batch(
     packed: bool = False,
     routes: bool = False,
     entropy: bool = False,
+    records: bool = False,
+    topk: int = 0,
 ) -> Any:
-    """This replica's samples with every field that verl's losses read, from one seed."""
+    """This replica's samples with every field that verl's losses read, from one seed.
+
+    routes: samples bring the routes of their tokens. records: those shall be recorded. topk: a
+    teacher's choices for each token.
+    """
     from verl.utils import tensordict_utils as tu
 
     generator = torch.Generator().manual_seed(7)
@@ -41,6 +48,7 @@ def batch(
             rows.append(
                 {
                     **({"routed_experts": _routes(n, generator)} if routes else {}),
+                    **(_teacher(n, topk, generator) if topk else {}),
                     "input_ids": ids,
                     "prompts": ids[:prompt],
                     "responses": ids[prompt:],
@@ -66,7 +74,8 @@ def batch(
         "calculate_entropy": entropy,
         "temperature": 1.0,
         "global_batch_size": sum(len(shard) for shard in lengths),
-        **({"enable_routing_replay": True} if routes else {}),
+        **({"enable_routing_replay": True} if routes or records else {}),
+        **({"distillation_use_topk": True} if topk else {}),
         **limits,
     }
     return tu.get_tensordict(columns, common)
@@ -78,6 +87,13 @@ def _routes(n: int, generator: torch.Generator) -> torch.Tensor:
     return chances.topk(2).indices
 
 
+def _teacher(n: int, topk: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """[n, topk] log-probs and ids of a teacher's likeliest tokens."""
+    logits = torch.randn(n, VOCABULARY, generator=generator)
+    log_probs, ids = logits.log_softmax(-1).topk(topk)
+    return {"teacher_logprobs": log_probs, "teacher_ids": ids}
+
+
 def loss_function(name: str, aggregation: str = "token-mean") -> Any:
     """One of verl's own losses, configured as its workers do."""
     losses = importlib.import_module("verl.workers.utils.losses")
@@ -85,6 +101,18 @@ def loss_function(name: str, aggregation: str = "token-mean") -> Any:
         return partial(losses.sft_loss, None)
     from verl.workers.config import CriticConfig
 
+    if name == "topk":
+        from verl.trainer.distillation import distillation_ppo_loss
+        from verl.workers.config import DistillationConfig, DistillationLossConfig
+
+        distillation = DistillationLossConfig(
+            loss_mode="forward_kl_topk", topk=TOPK, use_policy_gradient=False
+        )
+        return partial(
+            distillation_ppo_loss,
+            actor_config(aggregation),
+            DistillationConfig(distillation_loss=distillation),
+        )
     if name == "ppo":
         return partial(losses.ppo_loss, actor_config(aggregation))
     config = CriticConfig(strategy="megatron", use_dynamic_bsz=True, loss_agg_mode=aggregation)
