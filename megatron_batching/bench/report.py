@@ -338,7 +338,8 @@ def draw_chart(cases: Sequence[MeasuredCase], path: Path, caption: str) -> Path:
         axis.set_ylabel("step / bound" if has_bound else "step / fastest")
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
-    axes[0].set_ylim(0, 1.12 * tallest)
+    # A second line of the legend must not lie over the highest bar.
+    axes[0].set_ylim(0, (1.12 if len(names) <= 3 else 1.3) * tallest)
     axes[0].legend(loc="upper right", ncols=3, frameon=False)
     below = "line: no plan can be faster. " if has_bound else ""
     figure.supxlabel(below + caption, fontsize=7.5, wrap=True)
