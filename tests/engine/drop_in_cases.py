@@ -255,6 +255,44 @@ def uncut(layout: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
+def page_snippet(snippet: str, lengths: Sequence[int]) -> float:
+    """Tokens with loss that a snippet's call of `forward_backward` has seen on this replica."""
+    loop = Loop(dict(dp=2))
+    loop.config.calculate_per_token_loss = True
+    samples = [torch.arange(n + 1) % MODEL.vocab_size for n in lengths]
+
+    def collate(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        width = max((len(row) for row in rows), default=2)
+        tokens = torch.zeros(max(1, len(rows)), width, dtype=torch.int64)
+        mask = torch.zeros(tokens.shape[0], width - 1)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)], mask[i, : len(row) - 1] = row, 1.0
+        return micro_batch(tokens) | {"mask": mask}
+
+    def forward_step(iterator: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
+        batch = next(iterator)
+        output, _ = loop.forward_step(iter([batch]), chunk)
+
+        def loss(per_token: torch.Tensor) -> Any:
+            count = batch["mask"].sum()
+            return (per_token * batch["mask"]).sum(), count.int(), {"tokens": count.item()}
+
+        return output, loss
+
+    names = dict(
+        forward_backward=megatron_batching.get_forward_backward_func(),
+        BatchingOptions=BatchingOptions,
+        lengths=lengths,
+        samples=samples,
+        collate=collate,
+        forward_step=forward_step,
+        model=loop.chunks[0],
+    )
+    exec(snippet, names)
+    reports: Any = names["reports"]
+    return float(sum(report["tokens"] for report in reports))
+
+
 def uncut_arguments(loop: Loop, **changed: Any) -> dict[str, Any]:
     """Of an `UncutMiniBatch` of four samples that are never run."""
     arguments = dict(
