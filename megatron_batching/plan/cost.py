@@ -325,7 +325,7 @@ class CostModel:
             raise ValueError(
                 f"cost model JSON has unknown keys {unknown} and lacks {missing}: it needs forward "
                 "and backward, each [virtual stages][3], and may have weight_gradient, piece_time, "
-                "unit, first_stage_rates and memory_factor"
+                "unit, cp, sharing, first_stage_rates and memory_factor"
             )
         try:
             coefficients = {
@@ -379,13 +379,16 @@ def added_by_sharing(sharing: Mapping[int, np.ndarray], cp: int) -> np.ndarray:
 
 def _checked_rates(value: Any) -> tuple[float, float]:
     """A forward and a backward time, both finite and at least 0; ValueError else."""
-    is_pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
-    if not is_pair or not all(_is_time(rate) for rate in value):
+    rates = value.tolist() if isinstance(value, np.ndarray) else value
+    is_pair = isinstance(rates, list | tuple) and len(rates) == 2
+    if is_pair:
+        rates = [rate.item() if isinstance(rate, np.generic) else rate for rate in rates]
+    if not is_pair or not all(_is_time(rate) for rate in rates):
         raise ValueError(
             f"first_stage_rates={shortened(value)} must be two finite numbers of at least 0, the "
             "forward and the backward time of a unit of work"
         )
-    return float(value[0]), float(value[1])
+    return float(rates[0]), float(rates[1])
 
 
 def _is_time(value: Any) -> bool:

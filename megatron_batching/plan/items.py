@@ -46,7 +46,7 @@ class Items:
     first_stage_work: tuple[float, ...] | None = None
     """[K] as `plan_mini_batch` takes it."""
     work: np.ndarray | None = None
-    """[I] further work of each item on the first virtual stage, if any has some."""
+    """[I] further work of each item on the first virtual stage; None where none is given."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -236,13 +236,12 @@ def check_work(work: Sequence[float] | None, num_samples: int) -> np.ndarray | N
     """First-stage work as an array [K], None where none is given; ValueError for what is none."""
     if work is None:
         return None
-    try:
-        values = np.asarray(work, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"first_stage_work={shortened(work)} must be a list of numbers") from None
-    if values.shape != (num_samples,):
+    values = _as_numbers(work)
+    if values is None:
+        raise ValueError(f"first_stage_work={shortened(work)} must be a list of numbers")
+    if len(values) != num_samples:
         raise ValueError(
-            f"first_stage_work has {values.size} entries for {num_samples} samples: give one each"
+            f"first_stage_work has {len(values)} entries for {num_samples} samples: give one each"
         )
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
     if len(wrong):
@@ -251,6 +250,17 @@ def check_work(work: Sequence[float] | None, num_samples: int) -> np.ndarray | N
             f"sample {row} has first_stage_work {values[row]}: it must be finite and at least 0"
         )
     return values
+
+
+def _as_numbers(values: Any) -> np.ndarray | None:
+    """Numbers as float64 [n], whatever their own type; None for what is no list of them."""
+    try:
+        given = np.asarray(values)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iufO"):
+            return None
+        return given.astype(np.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
 
 
 def _refuse_oversize(items: Items, layout: Layout, options: BatchingOptions) -> None:

@@ -54,8 +54,10 @@ def as_context_sizes(value: Any, name: str = "cp") -> ContextSizes:
     >>> as_context_sizes([4, 1, 2]), as_context_sizes("auto")
     ((1, 2, 4), 'auto')
     """
-    if value is None or value == "auto":
-        return value
+    if value is None:
+        return None
+    if isinstance(value, str) and value == "auto":
+        return "auto"
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(
             f"{name}={shortened(value)} must be auto, or a list of the sizes to choose from, such "

@@ -88,8 +88,14 @@ class PackingProblem:
             columns.append(items.work)
         self.alone = np.stack(columns, axis=1)
         """[I, 3 or 4] features that an item adds where it shares no padding; no overhead."""
-        self.costs = model.load(self.alone, self.forward_only)
-        """[I] time of an item on all stages together, without the overhead."""
+        with np.errstate(over="ignore"):
+            self.costs = model.load(self.alone, self.forward_only)
+            """[I] time of an item on all stages together, without the overhead."""
+            if not np.isfinite(self.costs.sum()):
+                raise ValueError(
+                    "the samples take longer together than a float can say: give the cost model "
+                    "smaller coefficients, or first_stage_work in a larger unit"
+                )
         self._packed: dict[tuple[bytes, int, bytes], Packing | None] = {}
 
     def judged(self, deferred: bool) -> PackingProblem:

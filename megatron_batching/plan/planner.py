@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -48,6 +48,13 @@ from megatron_batching.plan.search import Search
 from megatron_batching.schedules.files import shortened
 
 T = TypeVar("T")
+_KINDS: dict[str, type] = {
+    "layout": Layout,
+    "options": BatchingOptions,
+    "cost_model": CostModel,
+    "memory_model": MemoryModel,
+    "moving": Moving,
+}
 # Stands in until rows that were cut elsewhere are known to be legal, which simulating needs.
 _NOT_YET = Prediction(
     step_time=math.nan,
@@ -161,7 +168,7 @@ def plan_from_rows(
     [8, 8]
     """
     started = time.perf_counter()
-    _check_types(layout, options)
+    _check_types(layout, options, cost_model=cost_model, memory_model=memory_model)
     if layout.cp not in options.cp_sizes(layout):
         raise ValueError(
             f"rows for cp={layout.cp}, which is none of cp={options.cp} in the options: cut them "
@@ -248,9 +255,11 @@ def lower_bounds_of(
     return min(bounds, key=max)
 
 
-def _check_types(layout: Layout, options: BatchingOptions) -> None:
-    for name, value, kind in (("layout", layout, Layout), ("options", options, BatchingOptions)):
-        if not isinstance(value, kind):
+def _check_types(layout: Layout, options: BatchingOptions, **others: Any) -> None:
+    """Raise ValueError for an argument of the wrong kind; others: by name, each may be None."""
+    for name, value in {"layout": layout, "options": options, **others}.items():
+        kind = _KINDS[name]
+        if not isinstance(value, kind) and (name not in others or value is not None):
             raise ValueError(f"{name}={shortened(value)} must be a {kind.__name__}")
 
 
@@ -269,7 +278,7 @@ def _searches(
     Raises:
         ValueError: it can be planned on none, or a model does not tell of all of them.
     """
-    _check_types(layout, options)
+    _check_types(layout, options, cost_model=cost_model, memory_model=memory_model, moving=moving)
     model = cost_model or uniform_cost_model(layout)
     model.check_layout(layout)
     check_known(layout, options, model, memory_model)
@@ -295,11 +304,11 @@ def check_known(
 ) -> None:
     """Raise ValueError where a model does not tell of a cp that plans may choose.
 
-    A model that tells of one cp alone is taken to be for the layout's.
+    A model that does not say for which cp it holds is taken to be for the layout's.
     """
     for cp in options.cp_sizes(layout):
         for known in (cost_model, memory_model):
-            if cp != layout.cp and known is not None:
+            if known is not None and (cp != layout.cp or known.cp is not None):
                 known.over(cp)
 
 
@@ -317,6 +326,7 @@ def check_mini_batch(lengths: Sequence[int], layout: Layout, options: BatchingOp
     ValueError: the mini-batch can be planned at none of cp 1, 2; at cp 2: sample 0 has 20 tokens, \
 over the cap of 16 tokens a micro-batch: raise the cap to at least 20, or pass oversize='alone'
     """
+    _check_types(layout, options)
     checked = check_lengths(lengths)
 
     def check(dealt: Layout) -> None:
@@ -379,16 +389,16 @@ def _best(searches: Sequence[Search]) -> tuple[Search, Found, float]:
         return only, *search_layout(only)
     swept, errors = _swept(searches)
     best: tuple[Search, Found, float] | None = None
-    least = math.inf
+    least = (math.inf, math.inf)
     for search in swept:
-        if search.bound + _unavoidable(search) >= least:
+        if search.bound + _unavoidable(search) >= least[0]:
             continue
         try:
             found, bound = search_layout(search)
         except ValueError as error:
             errors[search.layout.cp] = error
             continue
-        worth = found.step_time + _moving_cost(search, found)
+        worth = _worth(search, found)
         if worth < least:
             least, best = worth, (search, found, bound)
     if best is None:
@@ -428,9 +438,16 @@ def _unavoidable(search: Search) -> float:
     return 0.0 if search.held is None else search.held.price * search.held.shared_bytes
 
 
-def _moving_cost(search: Search, found: Found) -> float:
-    """The price of all bytes that travel under a plan."""
-    return 0.0 if search.held is None else search.held.cost(found.packings)
+def _worth(search: Search, found: Found) -> tuple[float, float]:
+    """Lower is better: the step and the price of all bytes that travel, where that is known.
+
+    Where it is a guess it tells plans of equal steps apart.
+    """
+    if search.held is None:
+        return found.step_time, 0.0
+    moved = search.held.cost(found.packings)
+    known = moved if search.held.is_known else 0.0
+    return found.step_time + known, moved
 
 
 def _none_of(errors: dict[int, ValueError]) -> ValueError:

@@ -109,6 +109,14 @@ def test_samples_that_further_ranks_need_count_against_a_cp() -> None:
         assert plan.layout.cp == cp, (price, between)
     # A guessed price tells plans of equal steps apart, and gives no cp up.
     assert plan_mini_batch(TAILED, LAYOUT, options(cp="auto"), owners=owners).layout.cp == 4
+    layout, lengths = Layout(cp=2), [133, 214, 500, 321]
+    model = uniform_cost_model(layout, overhead=50)
+    of = {cp: options(max_tokens_per_gpu=516, cp=cp) for cp in ((1,), (2,), "auto")}
+    steps = {
+        cp: plan_mini_batch(lengths, layout, limits, model, owners=[0] * 4).predicted.step_time
+        for cp, limits in of.items()
+    }
+    assert steps["auto"] == min(steps.values())
 
 
 def test_a_cp_of_the_list_is_the_layout_of_that_cp() -> None:
@@ -187,9 +195,19 @@ def test_models_that_know_one_cp_are_refused() -> None:
         plan_mini_batch(TAILED, LAYOUT, options(cp="auto"), alone)
     with pytest.raises(ValueError, match="at cp=1, only at cp 2"):
         plan_mini_batch(TAILED, LAYOUT, options(), replace(alone, cp=2))
+    # Also where the cp that it knows is among those to choose from: the layout's is, too.
+    with pytest.raises(ValueError, match="at cp=1, only at cp 2"):
+        plan_mini_batch(TAILED, LAYOUT, options(cp=(1, 2)), replace(alone, cp=2))
     rows: list[list[list[int]]] = [[[0]], [[]], [[]], [[]]]
     with pytest.raises(ValueError, match="rows for cp=1, which is none of"):
         plan_from_rows([5], LAYOUT, options(cp=(2, 4)), rows)
+
+
+@pytest.mark.parametrize("name", ["cost_model", "memory_model", "moving"])
+def test_arguments_of_the_wrong_kind_are_refused(name: str) -> None:
+    wrong: dict[str, Any] = {name: "verl"}
+    with pytest.raises(ValueError, match=f"{name}='verl' must be a "):
+        plan_mini_batch(TAILED, LAYOUT, options(), owners=[0] * len(TAILED), **wrong)
 
 
 def test_a_limit_in_bytes_is_kept_at_the_cp_of_the_plan() -> None:

@@ -180,6 +180,12 @@ def test_what_it_takes_is_learned_from_steps() -> None:
         ("12", "first_stage_work"),
         ([[1.0, 2.0]], "first_stage_work"),
         (["x", "y"], "must be a list of numbers"),
+        (["1", "2"], "must be a list of numbers"),
+        ([1.0, None], "must be a list of numbers|sample 1 has first_stage_work nan"),
+        ([[1.0], [2.0]], "must be a list of numbers"),
+        ([True, False], "must be a list of numbers"),
+        (3.0, "must be a list of numbers"),
+        ([1e308, 1e308], "longer together than a float can say"),
     ],
 )
 def test_what_is_no_work_is_refused(work: Any, said: str) -> None:
@@ -191,7 +197,7 @@ def test_models_that_do_not_know_refuse_it() -> None:
     for model in (None, uniform_cost_model(Layout())):
         with pytest.raises(ValueError, match="give it first_stage_rates"):
             plan_mini_batch([5, 5], Layout(), OPTIONS, model, first_stage_work=[1.0, 0.0])
-    wrong: list[Any] = [(1.0,), (1.0, -1.0), (1.0, float("nan")), "12", (True, 1.0), 3.0]
+    wrong: list[Any] = [(1.0,), (1.0, -1.0), (1.0, float("nan")), "12", b"12", (True, 1.0), 3.0]
     for rates in wrong:
         with pytest.raises(ValueError, match=r"first_stage_rates=.* must be two finite numbers"):
             replace(uniform_cost_model(Layout()), first_stage_rates=rates)
