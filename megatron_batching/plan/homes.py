@@ -13,7 +13,8 @@ sample then moves only for what it is worth, and text, whose bytes are few, move
 
 Where a plan chooses a higher cp than the layout's, the ranks that join a replica need its samples,
 too: k times as many ranks to a sample are k - 1 further copies of each. Where a byte has a price,
-these count against that cp.
+these count against that cp. Of a lower cp, several replicas lie on the ranks of one of the
+layout's, which all hold its samples: any of them is home, and between them nothing travels.
 
 Legend: K samples, I items, R replicas.
 """
@@ -77,7 +78,8 @@ class Homes:
     """The home of each item, what stays there with it, and the price of a byte.
 
     Attributes:
-        home: [I] replica that holds the most of the item's bytes.
+        home: [I] replica that holds the most of the item's bytes; of several the one that is taken
+            to.
         stays: [I] bytes that need not travel if the item runs at home.
         price: of a byte, in the cost model's unit.
         is_known: whether the price was given, rather than taken from the step.
@@ -85,8 +87,24 @@ class Homes:
     """
 
     def __init__(
-        self, items: Items, moving: Moving, dp: int, step: float, further: float = 0.0
+        self,
+        items: Items,
+        moving: Moving,
+        dp: int,
+        step: float,
+        further: float = 0.0,
+        alike: int = 1,
     ) -> None:
+        """Where items lie, of dp replicas.
+
+        Args:
+            items: with the replica that holds each sample.
+            moving: what a byte costs.
+            dp: replicas.
+            step: time of a step, for a guess at that.
+            further: copies of each sample that travel whatever the plan.
+            alike: so many neighbouring replicas hold the same samples.
+        """
         sizes = np.array(moving.sample_bytes or items.lengths, dtype=np.float64)
         if len(sizes) != len(items.lengths):
             raise ValueError(
@@ -100,14 +118,32 @@ class Homes:
             held = np.zeros((len(items), dp))
             rows = np.repeat(np.arange(len(items)), items.rows)
             flat = np.array([row for members in items.members for row in members])
-            np.add.at(held, (rows, owners[flat]), sizes[flat])
-            self.home, self.stays = held.argmax(axis=1), held.max(axis=1)
+            np.add.at(held, (rows, owners[flat] // alike * alike), sizes[flat])
+            self.home, self.stays = held.argmax(axis=1) + items.owner % alike, held.max(axis=1)
+        self._alike, self._num_holders = alike, dp // alike
         total = max(1.0, float(sizes.sum()))
         given = moving.time_per_byte
         self.is_known = given is not None
         self.price = ALL_MOVED * step / total if given is None else given
         # The guess above is there to tell plans of equal steps apart; no cp is given up for it.
         self.shared_bytes = further * total if self.is_known else 0.0
+
+    def holder(self, ranks: np.ndarray) -> np.ndarray:
+        """[n] equal for replicas that hold the same samples."""
+        return ranks // self._alike
+
+    def blocks(self, ranks: np.ndarray) -> list[np.ndarray]:
+        """Of all replicas those that hold the same samples; none where each has its own."""
+        return [] if self._alike == 1 else np.split(ranks, self._num_holders)
+
+    def is_home(self, items: np.ndarray | int, rank: int) -> np.ndarray:
+        """Which of the items [n] a replica holds."""
+        return self.home[items] // self._alike == rank // self._alike
+
+    def kept(self, items: np.ndarray) -> np.ndarray:
+        """[R] bytes that stay if all these items run on that replica."""
+        held = np.bincount(self.home[items] // self._alike, self.stays[items], self._num_holders)
+        return np.repeat(held, self._alike)
 
     def cost(self, packings: Sequence[Packing]) -> float:
         """The price of what travels under a plan of one packing a replica."""
@@ -116,7 +152,7 @@ class Homes:
     def away(self, packings: Sequence[Packing]) -> float:
         """Bytes that travel although they could stay, under a plan of one packing a replica."""
         here = (np.concatenate(packing) for packing in packings)
-        kept = (self.stays[held[self.home[held] == rank]].sum() for rank, held in enumerate(here))
+        kept = (self.stays[held[self.is_home(held, rank)]].sum() for rank, held in enumerate(here))
         return float(self.stays.sum() - sum(kept))
 
 
@@ -147,16 +183,43 @@ def near_shares(
         if idle is not None and len(share):
             is_kept[share[np.argmax(costs[share])]] = True
     loads = np.bincount(place, costs, dp) + (0.0 if idle is None else idle)
-    mean = loads.mean()
-    for _ in range(_MOVES_A_REPLICA * dp):
-        heavy, light = int(loads.argmax()), int(loads.argmin())
+    every, least_rate = np.arange(dp), homes.price * problem.layout.pp
+    for alike in homes.blocks(every):  # among these bytes are no reason to leave off
+        _even_out(costs, homes, place, loads, is_kept, alike, 0.0)
+    _even_out(costs, homes, place, loads, is_kept, every, least_rate)
+    return list(split(np.arange(len(place)), place, dp))
+
+
+def _even_out(
+    costs: np.ndarray,
+    homes: Homes,
+    place: np.ndarray,
+    loads: np.ndarray,
+    is_kept: np.ndarray,
+    ranks: np.ndarray,
+    least_rate: float,
+) -> None:
+    """Give and trade items among some replicas until their loads are even; in place.
+
+    Args:
+        costs: [I] of the items.
+        homes: where they lie.
+        place: [I] replica of each, which changes.
+        loads: [R] what replicas have to do, which changes.
+        is_kept: [I] items that stay.
+        ranks: the replicas.
+        least_rate: what a byte that travels has to bring at least.
+    """
+    mean = loads[ranks].mean()
+    for _ in range(_MOVES_A_REPLICA * len(ranks)):
+        heavy, light = int(ranks[loads[ranks].argmax()]), int(ranks[loads[ranks].argmin()])
         if loads[heavy] <= mean * (1 + _EVEN):
             break
         wanted = min(loads[heavy] - mean, mean - loads[light])
         wanted = max(wanted, (loads[heavy] - loads[light]) / 4)
         sides = [np.flatnonzero((place == rank) & ~is_kept) for rank in (heavy, light)]
         found, rate = _best_trade(costs, homes, sides, (heavy, light), wanted)
-        if found is None or rate < homes.price * problem.layout.pp:
+        if found is None or rate < least_rate:
             break
         one, two = found
         moved = costs[one] - (0.0 if two is None else costs[two])
@@ -165,7 +228,6 @@ def near_shares(
             place[two] = heavy
         loads[heavy] -= moved
         loads[light] += moved
-    return list(split(np.arange(len(place)), place, dp))
 
 
 def _best_trade(
@@ -213,8 +275,8 @@ def _best_trade(
 
 def _leaving(homes: Homes, item: int, source: int, target: int) -> float:
     """Bytes that travel more if an item runs on another replica."""
-    home, stays = homes.home[item], float(homes.stays[item])
-    return stays * (int(home == source) - int(home == target))
+    lies = [int(homes.is_home(item, rank)) for rank in (source, target)]
+    return float(homes.stays[item]) * (lies[0] - lies[1])
 
 
 def settled(problem: PackingProblem, homes: Homes, packings: Sequence[Packing]) -> list[int]:
@@ -227,10 +289,7 @@ def settled(problem: PackingProblem, homes: Homes, packings: Sequence[Packing]) 
     num_blocks = dp // linked
     if max(num_blocks, linked) > MOST_EXACT:
         return list(range(dp))
-    held = np.zeros((dp, dp))
-    for rank, packing in enumerate(packings):
-        items = np.concatenate(packing)
-        held[rank] = np.bincount(homes.home[items], homes.stays[items], dp)
+    held = np.stack([homes.kept(np.concatenate(packing)) for packing in packings])
     if linked == 1:
         return best_assignment(held).tolist()
     blocks = held.reshape(num_blocks, linked, num_blocks, linked).transpose(0, 2, 1, 3)
@@ -271,8 +330,8 @@ def _at_home(homes: Homes, alike: np.ndarray, rank_of: np.ndarray) -> np.ndarray
     placed = np.full(len(alike), -1)
     waiting = defaultdict(list)
     for item in alike[np.argsort(homes.stays[alike], kind="stable")].tolist():
-        waiting[int(homes.home[item])].append(item)  # the largest last, which goes first
-    for slot, rank in enumerate(rank_of.tolist()):
+        waiting[int(homes.holder(homes.home[item]))].append(item)  # the largest goes first
+    for slot, rank in enumerate(homes.holder(rank_of).tolist()):
         if waiting[rank]:
             placed[slot] = waiting[rank].pop()
     left = sorted(item for items in waiting.values() for item in items)

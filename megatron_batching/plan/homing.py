@@ -63,7 +63,7 @@ def _away(replicas: list[ChangingReplica], homes: Homes) -> list[tuple[int, int]
     found = [
         (int(item), replica.rank)
         for replica in replicas
-        for item in replica.items[homes.home[replica.items] != replica.rank]
+        for item in replica.items[~homes.is_home(replica.items, replica.rank)]
     ]
     return sorted(found, key=lambda at: (-homes.stays[at[0]], at[0]))
 
@@ -112,7 +112,7 @@ def _ways_home(
     # What stays here of an item in exchange, less what stayed at home.
     stays = homes.stays[coming]
     back = stays * (
-        (homes.home[coming] == here.rank) - (homes.home[coming] == home.rank).astype(float)
+        homes.is_home(coming, here.rank) - homes.is_home(coming, home.rank).astype(float)
     )
     saves = homes.stays[item] + back
     unlike = np.abs(problem.costs[coming] - problem.costs[item])

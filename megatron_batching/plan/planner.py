@@ -378,8 +378,10 @@ def _homes(
             raise ValueError("moving without owners: say which dp rank holds each sample, too")
         return None
     step = max(lower_bounds(problem, problem.layout, options))
-    further = max(0.0, problem.layout.cp / own.cp - 1)
-    return Homes(problem.items, moving or Moving(), problem.layout.dp, step, further)
+    cp, dp = problem.layout.cp, problem.layout.dp
+    further = max(0.0, cp / own.cp - 1)
+    alike = own.cp // cp if own.cp % cp == 0 else 1
+    return Homes(problem.items, moving or Moving(), dp, step, further, alike)
 
 
 def _best(searches: Sequence[Search]) -> tuple[Search, Found, float]:

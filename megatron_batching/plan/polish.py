@@ -173,9 +173,9 @@ def _travelling(
     bins: np.ndarray,
 ) -> np.ndarray:
     """[C] bytes that travel more in changed plans [C, n] than in the plan [n] of two replicas."""
-    home, stays = homes.home[items], homes.stays[items]
     # Of each item, what stays more by being on `one` rather than on `other`.
-    for_one = stays * ((home == one.rank).astype(float) - (home == other.rank))
+    on_other = homes.is_home(items, other.rank)
+    for_one = homes.stays[items] * (homes.is_home(items, one.rank).astype(float) - on_other)
     on_one = (bins < one.num_bins).astype(float)
     return ((on_one - (changed < one.num_bins)) * for_one).sum(axis=1)
 

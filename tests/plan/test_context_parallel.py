@@ -203,6 +203,23 @@ def test_models_that_know_one_cp_are_refused() -> None:
         plan_from_rows([5], LAYOUT, options(cp=(2, 4)), rows)
 
 
+@pytest.mark.parametrize("more", [{}, {"sample_groups": 1}, {"sample_groups": 2}])
+def test_between_ranks_that_hold_the_same_samples_nothing_travels(more: dict[str, Any]) -> None:
+    """Two replicas of four ranks each become eight: of each four any is as near as another."""
+    layout, lengths = Layout(dp=2, cp=4), [900] * 8 + [10] * 24
+    owners, moving = [0] * 16 + [1] * 16, Moving(time_per_byte=1e6)
+    at_one = options(max_tokens_per_gpu=2000, cp=(1,), **more)
+    dear = plan_mini_batch(lengths, layout, at_one, owners=owners, moving=moving)
+    tokens = [sum(b.tokens for b in replica.micro_batches) for replica in dear.replicas]
+    # The first four have all that is long, evenly, and nothing of it leaves them.
+    assert max(tokens[:4]) - min(tokens[:4]) <= 20
+    assert tokens[4:] == [40] * 4
+    held = {
+        row for replica in dear.replicas[:4] for b in replica.micro_batches for row in b.samples
+    }
+    assert held == set(range(16))
+
+
 @pytest.mark.parametrize("name", ["cost_model", "memory_model", "moving"])
 def test_arguments_of_the_wrong_kind_are_refused(name: str) -> None:
     wrong: dict[str, Any] = {name: "verl"}
