@@ -72,16 +72,20 @@ class RowFormat:
         ]
 
     def batch(self, rows: Sequence[Row], **common: Any) -> TensorDict:
-        """Samples side by side again, with the values without rows, and `common` on top."""
+        """Samples side by side again, with the values without rows, and `common` on top.
+
+        An object that a sample lacks is None there, as verl's collator has it: where replicas load
+        batches of their own, one without any image has no field for images.
+        """
         assert rows
         columns: dict[str, Any] = {}
-        for key in rows[0]:
-            values = [row[key] for row in rows]
+        for key in dict.fromkeys(key for row in rows for key in row):
+            values: list[Any] = [row.get(key) for row in rows]
             if key in self._ragged:
                 columns[key] = tu.nested_tensor_from_tensor_list(
                     values, ragged_idx=self._ragged[key]
                 )
-            elif isinstance(values[0], Tensor):
+            elif any(isinstance(value, Tensor) for value in values):
                 columns[key] = torch.stack(values)
             else:
                 columns[key] = NonTensorStack.from_list([NonTensorData(data=v) for v in values])
