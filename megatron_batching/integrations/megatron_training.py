@@ -34,7 +34,7 @@ from torch import Tensor
 from megatron_batching.data import Holdings, move_samples
 from megatron_batching.engine.drop_in import UncutMiniBatch, get_forward_backward_func
 from megatron_batching.engine.shapes import Brought, as_shape, draw, share
-from megatron_batching.megatron.auxiliary import balancing_kinds, has_router_losses
+from megatron_batching.megatron.auxiliary import has_router_losses, routes_by_micro_batch
 from megatron_batching.megatron.parallel import replica_groups
 from megatron_batching.plan import BatchingOptions, CostModel, MicroBatchPlan, aligned
 from megatron_batching.plan.options import Deferring, as_deferring
@@ -256,17 +256,9 @@ def _why_experts_see_the_cut(config: Any) -> str | None:
         return None
     if has_router_losses(config):
         return "balancing or z losses of its routers"
-    if "sinkhorn" in balancing_kinds(config):
-        return "moe_router_load_balancing_type=sinkhorn"
-    for name in (
-        "moe_router_enable_expert_bias",
-        "moe_expert_capacity_factor",
-        "moe_expert_rank_capacity_factor",
-    ):
-        value = getattr(config, name, None)
-        if value:
-            return f"{name}={value}"
-    return None
+    if getattr(config, "moe_router_enable_expert_bias", False):
+        return "moe_router_enable_expert_bias=True"
+    return routes_by_micro_batch(config)
 
 
 def _drawn_rows(iterators: Any, count: int) -> list[Row] | None:

@@ -73,9 +73,9 @@ from megatron_batching.integrations.verl_report import (
     unplanned_metrics,
 )
 from megatron_batching.integrations.verl_routes import add_routes, records_routes, replaying
-from megatron_batching.integrations.verl_settings import VerlSettings, load_settings
+from megatron_batching.integrations.verl_settings import VARIABLE, VerlSettings, load_settings
 from megatron_batching.integrations.verl_vision import VisionCosts, vision_costs
-from megatron_batching.megatron.auxiliary import has_router_losses
+from megatron_batching.megatron.agreement import require_found
 from megatron_batching.megatron.dealing import Deal, Dealer
 from megatron_batching.megatron.model import PipelineModel, has_transformer_engine
 from megatron_batching.megatron.parallel import Placement, replica_groups
@@ -111,10 +111,13 @@ class PlannedBatches:
         return load_settings()
 
     def initialize(self) -> None:
-        """As verl, with the settings checked first: a wrong one fails before a model is built."""
+        """As verl, with the settings checked first: a wrong one, or another one on some host,
+        fails before a model is built."""
         found_out = [n for n, of in vars(PlannedBatches).items() if isinstance(of, cached_property)]
         for name in ("_has_foretold", *found_out):
             self.__dict__.pop(name, None)
+        device = torch.device(get_device_id())
+        require_found(f"the settings of {VARIABLE}", lambda: self.settings, device)
         _LOG.info("micro-batches are planned: %s", self.settings)
         if self.settings.cp is not None:
             check_configs(self.engine_config, self.model_config)
@@ -122,8 +125,8 @@ class PlannedBatches:
         check_overlap(self.tf_config)
         report_numbers()
         _ = self._dealer  # groups are made before there is anything to wait for
-        if self._learner is None:
-            _ = self._told_costs  # a wrong file fails here rather than in the first step
+        if self._learner is None:  # a wrong file fails here rather than in the first step
+            require_found("costs", lambda: self._told_costs and self._told_costs.to_json(), device)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
@@ -384,7 +387,7 @@ class PlannedBatches:
 
     def _warn_of_cut(self, loss_function: Any) -> None:
         """Say once of each reason that the loss in use depends on the cut."""
-        for reason in cut_dependence(loss_function, has_router_losses(self.tf_config)):
+        for reason in cut_dependence(loss_function, self.tf_config):
             if reason not in self._warned_of:
                 self._warned_of.add(reason)
                 warnings.warn(

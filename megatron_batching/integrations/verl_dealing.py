@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_batching.integrations.verl_paths import counts_experts
+from megatron_batching.megatron.auxiliary import routes_by_micro_batch
 from megatron_batching.megatron.dealing import Deal, Dealer
 from megatron_batching.megatron.model import PipelineModel
 
@@ -165,6 +166,11 @@ def _check_model(model: PipelineModel, *, is_trained: bool) -> None:
         problem = (
             "verl's MoE routers take padding into their losses and counts of tokens, and how much "
             "there is depends on cp; switch off balancing and z losses and biases of experts"
+        )
+    elif (routes_by := routes_by_micro_batch(config)) is not None:
+        problem = (
+            f"with {routes_by} a token's experts depend on padding, and how much there is depends "
+            "on cp; switch it off"
         )
     if problem is not None:
         raise ValueError(

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from megatron_batching.megatron.auxiliary import has_router_losses, routes_by_micro_batch
+
 CUT_DEPENDENT = {
     "clip_cov": "it draws the tokens to leave out by covariances within each micro-batch",
     "kl_cov": "it takes the tokens of the largest covariances within each micro-batch",
@@ -25,18 +27,21 @@ CUT_DEPENDENT = {
 """Name of a policy loss of verl 0.9.1 -> why it depends on the cut."""
 
 
-def cut_dependence(loss_function: Any, has_router_losses: bool = False) -> list[str]:
+def cut_dependence(loss_function: Any, config: Any = None) -> list[str]:
     """Why the gradient of a loss depends on the cut, one line for each reason; none if it does not.
 
     Args:
         loss_function: as verl's workers get it: a loss with its configs bound by `partial`.
-        has_router_losses: MoE routers add losses of their own.
+        config: of Megatron's model, whose MoE routers may depend on it, too.
     """
     reasons = []
-    if has_router_losses:
+    if config is not None and has_router_losses(config):
         reasons.append(
             "MoE balancing or z losses: each is of one micro-batch, and averaged over them"
         )
+    routes_by = None if config is None else routes_by_micro_batch(config)
+    if routes_by is not None:
+        reasons.append(f"{routes_by}: a token's experts depend on what shares its micro-batch")
     for config in _bound(loss_function):
         for name in _policy_losses(config):
             if name in CUT_DEPENDENT:

@@ -96,5 +96,8 @@ def takes_no_dummies(engine: Any, data: TensorDict, *, forward_only: bool) -> bo
 
 def counts_experts(config: Any) -> bool:
     """Whether MoE routers look at all tokens of a training step together: losses, biases."""
-    has_bias = config.num_moe_experts and getattr(config, "moe_router_enable_expert_bias", False)
+    has_bias = config.num_moe_experts and (
+        getattr(config, "moe_router_enable_expert_bias", False)
+        or "quantile_balancing" in balancing_kinds(config)
+    )
     return bool(has_bias) or has_router_losses(config)

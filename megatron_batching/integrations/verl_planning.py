@@ -79,7 +79,7 @@ class MiniBatchPlanner:
             owners=whole.holdings.owners,
             memory_model=self._memory_model(data, options, cost_model),
             moving=moving_cost(
-                self.settings.bandwidth,
+                self.settings.bandwidth if self.settings.may_move else None,
                 cost_model,
                 whole.sample_bytes,
                 layout.dp,

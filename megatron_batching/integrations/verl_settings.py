@@ -18,6 +18,7 @@ from megatron_batching.plan.cost_files import NAMED_COST_MODELS
 from megatron_batching.plan.layout import check_positive
 from megatron_batching.plan.options import (
     Balance,
+    BatchingOptions,
     ContextSizes,
     Deferring,
     Method,
@@ -53,7 +54,8 @@ class VerlSettings:
     oversize: Oversize = "error"
     """A sample over the cap: `error`, or `alone` in a micro-batch of its own."""
     group: int | None = None
-    """Fix `microbatch_group_size_per_vp_stage`; by default each plan chooses."""
+    """Fix `microbatch_group_size_per_vp_stage`; by default each plan chooses. Models without vpp
+    have none."""
     cp: ContextSizes = None
     """How many ranks share each sample of a mini-batch: a list to choose from, or `auto`; the
     layout's dp x cp ranks are then dealt anew for each plan. By default they stay as verl has
@@ -101,6 +103,35 @@ class VerlSettings:
         ):
             check_choice(name, getattr(self, name), get_args(choices))
         check_field_types(self)
+        BatchingOptions(
+            micro_batch_size=1,
+            memory_limit=self.memory_limit,
+            min_num_micro_batches=self.min_num_micro_batches,
+            max_num_micro_batches=self.max_num_micro_batches,
+            search_budget=self.search_budget,
+        )
+        if self.group is not None:
+            check_positive("group", self.group)
+        if self.check_shapes and not self.planned_shapes:
+            raise ValueError(
+                "check_shapes=true with planned_shapes=false: it compares the shapes of the plan "
+                "with those exchanged; leave one of them out"
+            )
+        self._check_bandwidth()
+        if self.max_tokens_in_flight is not None:
+            check_positive("max_tokens_in_flight", self.max_tokens_in_flight)
+            if deferring == "off":
+                raise ValueError(
+                    f"max_tokens_in_flight={self.max_tokens_in_flight} with "
+                    "defer_weight_gradients='off': it limits what is put off; leave one of them out"
+                )
+
+    @property
+    def may_move(self) -> bool:
+        """Whether samples may run elsewhere than where they lie."""
+        return self.balance == "replicas" or self.cp is not None
+
+    def _check_bandwidth(self) -> None:
         if isinstance(self.bandwidth, str):
             if self.bandwidth != "auto":
                 raise ValueError(
@@ -114,12 +145,10 @@ class VerlSettings:
                     f"bandwidth={self.bandwidth} with cost={self.cost}: what moving costs is "
                     "compared in seconds; set cost: auto, or to a file in seconds, or leave it out"
                 )
-        if self.max_tokens_in_flight is not None:
-            check_positive("max_tokens_in_flight", self.max_tokens_in_flight)
-            if deferring == "off":
+            if not self.may_move:
                 raise ValueError(
-                    f"max_tokens_in_flight={self.max_tokens_in_flight} with "
-                    "defer_weight_gradients='off': it limits what is put off; leave one of them out"
+                    f"bandwidth={self.bandwidth} with balance=none: no sample moves; leave one of "
+                    "them out"
                 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -61,6 +61,25 @@ def require_agreement(
             f"ranks differ in {name}: rank 0 has {shown[0]}, rank {others[0]} has {shown[1]} "
             f"({len(others)} of {len(everyone)} ranks differ from rank 0); give all the same"
         )
+
+
+def require_found(name: str, find: Callable[[], Any], device: torch.device) -> None:
+    """Raise the same ValueError on all ranks unless each finds something, and the same.
+
+    Args:
+        name: of what is looked for.
+        find: gives it, or raises ValueError; what it gives is as for `require_agreement`.
+        device: where the process group's tensors live.
+
+    Raises:
+        ValueError: of the first rank whose `find` raised one; or two ranks found what differs.
+    """
+    found, problem = None, None
+    try:
+        found = find()
+    except ValueError as error:
+        problem = str(error)
+    require_agreement({name: found}, device, problem=problem)
 
 
 def _digest(value: Any) -> int:

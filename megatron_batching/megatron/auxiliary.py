@@ -68,6 +68,23 @@ def balancing_kinds(config: Any) -> list[str]:
     return kinds if isinstance(kinds, list) else [kinds]
 
 
+def routes_by_micro_batch(config: Any) -> str | None:
+    """The option by which a token's experts depend on what shares its micro-batch, with its value.
+
+    None without one. Padding counts there, too (0.16.1, 0.19.2).
+    """
+    if not config.num_moe_experts:
+        return None
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if kind in balancing_kinds(config):
+            return f"moe_router_load_balancing_type={kind}"
+    for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
+        value = getattr(config, name, None)
+        if value:
+            return f"{name}={value}"
+    return None
+
+
 def prepare_routers(model: PipelineModel) -> None:
     """Leave the scale of the routers' losses to this module.
 

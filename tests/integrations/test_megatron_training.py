@@ -59,6 +59,10 @@ def config(**changed: Any) -> SimpleNamespace:
         ({"num_moe_experts": 4, "moe_aux_loss_coeff": 0.1}, "num_moe_experts=4 with balancing"),
         ({"num_moe_experts": 4, "moe_z_loss_coeff": 0.1}, "num_moe_experts=4 with balancing or z"),
         ({"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"}, "=sinkhorn"),
+        (
+            {"num_moe_experts": 4, "moe_router_load_balancing_type": "quantile_balancing"},
+            "=quantile_balancing",
+        ),
         ({"num_moe_experts": 4, "moe_router_enable_expert_bias": True}, "enable_expert_bias=True"),
         ({"num_moe_experts": 4, "moe_expert_capacity_factor": 1.5}, "capacity_factor=1.5"),
         ({"mtp_num_layers": 1}, "mtp_num_layers=1"),

@@ -52,6 +52,20 @@ def test_configs_that_are_refused(case: dict[str, Any], said: str) -> None:
         check(**case)
 
 
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_routes_that_depend_on_padding_are_refused(is_trained: bool) -> None:
+    config = SimpleNamespace(
+        num_moe_experts=4,
+        moe_router_load_balancing_type="sinkhorn",
+        moe_aux_loss_coeff=0.0,
+        moe_z_loss_coeff=None,
+    )
+    placement = SimpleNamespace(layout=Layout(dp=2))
+    model: Any = SimpleNamespace(config=config, chunks=[], placement=placement)
+    with pytest.raises(ValueError, match=r"load_balancing_type=sinkhorn .* or leave cp out"):
+        verl_dealing.dealer_of(model, (1, 2), is_trained=is_trained)
+
+
 def deal_of(cp: int, cp_rank: int) -> Deal:
     """One of 4 ranks that share samples like this; groups are names."""
     placement: Any = SimpleNamespace(layout=Layout(dp=4 // cp, cp=cp), cp_rank=cp_rank)

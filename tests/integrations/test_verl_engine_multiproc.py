@@ -314,6 +314,17 @@ def test_steps_whose_cp_changes_equal_verl_in_the_per_token_regime(
         dealt(pools, layout, cp, loss="sft", per_token=True)
 
 
+@by_layout("pp2-vpp2-dp2")
+def test_distillation_of_likeliest_tokens_where_samples_are_shared(
+    pools: VerlPools, layout: str
+) -> None:
+    """Dummies among them, whose one token has a teacher's choices, too."""
+    more = "min_num_micro_batches: 11"
+    for settings, has_dummies in (("", False), (more, True)):
+        for result in dealt(pools, layout, 2, loss="topk", settings=settings):
+            assert (result["num_dummies"] > 0) == has_dummies
+
+
 @by_layout("dp4")
 def test_plans_choose_who_shares_samples(pools: VerlPools, layout: str, tmp_path: Path) -> None:
     """One long sample is shared, many short ones are not; costs may be learned meanwhile."""
@@ -342,7 +353,9 @@ def test_choices_that_cannot_be_served_are_refused_when_the_engine_is_built(
     costs = tmp_path / "costs.json"
     one = np.array([[0.0, 1.0, 0.0]])
     costs.write_text(json.dumps(CostModel(forward=one, backward=one, cp=1).to_json()))
-    cases: list[tuple[str, dict[str, Any], str]] = [
+    cases: list[tuple[str | list[str], dict[str, Any], str]] = [
+        (["cp: auto", "cp: [1]"], {}, "ranks differ in the settings of MEGATRON_BATCHING_CONFIG"),
+        (["", "group: 0"], {}, "group=0 must be a whole number of at least 1"),
         ("cp: [1, 3]", {}, "cp=3 does not divide the dp x cp = 2 ranks"),
         (f"cp: auto\ncost: {costs}", {}, "does not tell what a step takes at cp=2"),
         ("cp: auto", {"router_losses": True}, "MoE routers take padding into their losses"),
@@ -374,6 +387,21 @@ def test_experts_and_replayed_routes_where_samples_are_shared(
     for loss in ("ppo", "none"):
         for result in run(pools, layout, loss=loss, forward_only=loss == "none", **case):
             assert result["cp"] == (1, 2) and result["told"]["plan/unplanned"] == [0.0]
+
+
+@by_layout("dp2-ep2")
+def test_recorded_routes_where_samples_are_shared(pools: VerlPools, layout: str) -> None:
+    """Also where the plan has dummies."""
+    case: dict[str, Any] = dict(loss="none", forward_only=True, packed=True, replay="R2", cp=2)
+    case["lengths"] = UNEVEN
+    for settings, has_dummies in WITH_DUMMIES:
+        settings = f"cp: [1, 2]\n{settings or ''}"
+        results = run(pools, layout, **case, limits=CAP, settings=settings)
+        assert any("routed_experts" in result["errors"] for result in results)
+        for result in results:
+            assert result["cp"] == (1, 2)
+            assert (result["num_dummies"] > 0) == has_dummies
+            assert result["told"].get("plan/unplanned", [0.0]) == [0.0]
 
 
 @by_layout("dp2-ep2")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,8 +79,19 @@ def test_only_what_depends_on_the_cut_is_named() -> None:
         assert name in reason
         assert not reduces_over_ranks(policy_loss(name))
     assert cut_dependence(None) == cut_dependence(print) == []
-    (reason,) = cut_dependence(loss_function("ppo"), has_router_losses=True)
+    experts = SimpleNamespace(
+        num_moe_experts=4,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.0,
+        moe_z_loss_coeff=None,
+    )
+    assert cut_dependence(loss_function("ppo"), experts) == []
+    experts.moe_aux_loss_coeff = 0.1
+    (reason,) = cut_dependence(loss_function("ppo"), experts)
     assert "averaged over" in reason
+    experts.moe_aux_loss_coeff, experts.moe_expert_capacity_factor = 0.0, 1.5
+    (reason,) = cut_dependence(loss_function("ppo"), experts)
+    assert reason.startswith("moe_expert_capacity_factor=1.5")
 
 
 def test_a_norm_of_each_micro_batch_is_named() -> None:

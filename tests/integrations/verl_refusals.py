@@ -7,12 +7,19 @@ import tempfile
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
+
 from tests.integrations import verl_cases
 from tests.integrations.verl_inputs import batch, loss_function
 
 
-def refusal(*, layout: dict[str, int], settings: str, router_losses: bool = False) -> str:
-    """What is said to settings that an engine with packed rows cannot serve."""
+def refusal(
+    *, layout: dict[str, int], settings: str | list[str], router_losses: bool = False
+) -> str:
+    """What is said to settings that an engine with packed rows cannot serve.
+
+    settings: of all ranks, or of each.
+    """
     from megatron_batching.integrations.verl_settings import VARIABLE
 
     verl_cases.forget_engines()
@@ -20,7 +27,7 @@ def refusal(*, layout: dict[str, int], settings: str, router_losses: bool = Fals
     if router_losses:
         fields |= verl_cases.ROUTER_LOSSES
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(settings)
+        file.write(settings if isinstance(settings, str) else settings[dist.get_rank()])
         file.flush()
         try:
             with mock.patch.dict(os.environ, {VARIABLE: file.name}):
