@@ -64,7 +64,7 @@ from megatron_batching.megatron.parallel import Placement
 from megatron_batching.megatron.recorder import MessageLog, clock_reading
 from megatron_batching.plan import BatchingOptions, CostModel, MicroBatchPlan, plan_mini_batch
 from megatron_batching.plan.memory_limit import check_memory
-from megatron_batching.plan.options import Deferring, as_deferring
+from megatron_batching.plan.options import Deferring, as_deferring, check_shape_comparison
 
 
 class PipelineEngine(Engine):
@@ -123,6 +123,7 @@ class PipelineEngine(Engine):
     ) -> None:
         require_types(model=model, placement=placement, batching=batching)
         require_types(infer_batching=infer_batching or batching)
+        check_shape_comparison(planned_shapes=planned_shapes, check_shapes=check_shapes)
         self.placement = placement
         self.batching = batching
         self.planned_shapes = planned_shapes

@@ -25,6 +25,7 @@ from megatron_batching.plan.options import (
     Oversize,
     as_context_sizes,
     as_deferring,
+    check_shape_comparison,
 )
 from megatron_batching.schedules.files import (
     check_choice,
@@ -112,11 +113,7 @@ class VerlSettings:
         )
         if self.group is not None:
             check_positive("group", self.group)
-        if self.check_shapes and not self.planned_shapes:
-            raise ValueError(
-                "check_shapes=true with planned_shapes=false: it compares the shapes of the plan "
-                "with those exchanged; leave one of them out"
-            )
+        check_shape_comparison(planned_shapes=self.planned_shapes, check_shapes=self.check_shapes)
         self._check_bandwidth()
         if self.max_tokens_in_flight is not None:
             check_positive("max_tokens_in_flight", self.max_tokens_in_flight)

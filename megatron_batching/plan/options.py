@@ -80,6 +80,15 @@ def as_deferring(value: object, name: str = "defer_weight_gradients") -> Deferri
     return "auto" if value == "auto" else "off"
 
 
+def check_shape_comparison(*, planned_shapes: bool, check_shapes: bool) -> None:
+    """Raise ValueError for an engine that shall compare shapes which it does not plan."""
+    if check_shapes and not planned_shapes:
+        raise ValueError(
+            "check_shapes=true with planned_shapes=false: it compares the shapes of the plan "
+            "with those exchanged; leave one of them out"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchingOptions:
     """Limits and wishes for the micro-batches of one mini-batch.

@@ -118,3 +118,29 @@ def test_a_vocabulary_that_tensor_parallel_ranks_cannot_share_is_refused() -> No
     check_buildable(ModelConfig(vocab_size=66), Layout(tp=2))
     with pytest.raises(ValueError, match=r"vocab_size=65 does not divide by tp=2.* use 66 entries"):
         check_buildable(ModelConfig(vocab_size=65), Layout(tp=2))
+
+
+def test_a_comparison_with_no_planned_shapes_is_refused() -> None:
+    import torch
+
+    from megatron_batching.engine.pipeline import PipelineEngine
+    from megatron_batching.megatron.config import ModelConfig
+    from megatron_batching.megatron.parallel import Placement
+
+    placement = Placement(
+        layout=Layout(),
+        device=torch.device("cpu"),
+        rank=0,
+        pp_rank=0,
+        dp_rank=0,
+        tp_rank=0,
+        cp_rank=0,
+    )
+    with pytest.raises(ValueError, match="check_shapes=true with planned_shapes=false"):
+        PipelineEngine(
+            model=ModelConfig(vocab_size=8),
+            placement=placement,
+            batching=BatchingOptions(micro_batch_size=1),
+            planned_shapes=False,
+            check_shapes=True,
+        )
