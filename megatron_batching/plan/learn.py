@@ -136,8 +136,7 @@ def measured_op_times(
         layout = step.plan.layout
         part = (cp or layout.cp) / layout.cp
         features = [rows.tolist() for rows in step.features]
-        scale = np.array([1.0, part, part, 1.0])
-        alike = [(rows * scale[: rows.shape[1]]).tolist() for rows in step.features]
+        alike = [(_with_work(rows) * [1.0, part, part, 1.0]).tolist() for rows in step.features]
         added = None
         if sharing:
             added = added_by_sharing(sharing, layout.cp)
@@ -150,6 +149,11 @@ def measured_op_times(
                     seconds -= float(row @ features[dp_rank][op.micro_batch][:NUM_FEATURES])
                 found[op.kind, stage].append((tuple(alike[dp_rank][op.micro_batch]), seconds))
     return dict(found)
+
+
+def _with_work(features: np.ndarray) -> np.ndarray:
+    """[M, 4] of [M, 3 or 4]: steps that nobody told of further work have none."""
+    return np.pad(features, ((0, 0), (0, NUM_FEATURES + 1 - features.shape[1])))
 
 
 def _with_sharing(

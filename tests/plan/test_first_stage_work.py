@@ -125,6 +125,20 @@ def test_work_of_groups_is_of_all_of_their_samples() -> None:
     assert [plan.features(rank)[:, 3].sum() for rank in (0, 1)] == [900.0, 900.0]
 
 
+def as_it_runs(plan: MicroBatchPlan, true: CostModel) -> MeasuredStep:
+    """The step of a plan of one replica without VPP, where ops take what `true` says."""
+    times = dict(zip("FB", true.times(plan.features(0)), strict=True))
+    ops = {
+        (0, rank): [
+            (Op(kind, m, 0), float(times[kind][m, rank]))
+            for kind in "FB"
+            for m in range(plan.replicas[0].num_micro_batches)
+        ]
+        for rank in range(plan.layout.pp)
+    }
+    return MeasuredStep(plan=plan, op_seconds=ops, span_s=plan.step_time(true))
+
+
 def test_what_it_takes_is_learned_from_steps() -> None:
     """Steps as they run where an image costs thrice what was thought, and no stage as estimated."""
     layout = Layout(pp=2)
@@ -134,34 +148,19 @@ def test_what_it_takes_is_learned_from_steps() -> None:
     for seed in range(3):
         lengths, work = samples(24, seed)
         plan = plan_mini_batch(lengths, layout, OPTIONS, start, first_stage_work=work)
-        times = dict(zip("FB", true.times(plan.features(0)), strict=True))
-        ops = {
-            (0, rank): [
-                (Op(kind, m, 0), float(times[kind][m, rank]))
-                for kind in "FB"
-                for m in range(plan.replicas[0].num_micro_batches)
-            ]
-            for rank in range(2)
-        }
-        steps.append(MeasuredStep(plan=plan, op_seconds=ops, span_s=plan.step_time(true)))
+        steps.append(as_it_runs(plan, true))
     learned = refit(start, steps).model
     assert learned is not None
     assert learned.first_stage_rates == pytest.approx(true.first_stage_rates, rel=1e-6)
     assert np.allclose(learned.forward, true.forward, rtol=1e-6, atol=1e-12)
     assert CostModel.from_json(json.loads(json.dumps(learned.to_json()))) == learned
+    # A step whose plan knows of no work is one more, in which there is none.
+    text = as_it_runs(plan_mini_batch(samples(24, 3)[0], layout, OPTIONS, start), true)
+    learned = refit(start, [*steps, text]).model
+    assert learned is not None
+    assert learned.first_stage_rates == pytest.approx(true.first_stage_rates, rel=1e-6)
     # Without images nothing is learned of them: the rates change as tokens do.
-    plain = [replace(step, plan=replace(step.plan, first_stage_work=(0.0,) * 24)) for step in steps]
-    for step in plain:
-        times = dict(zip("FB", true.times(step.features[0]), strict=True))
-        object.__setattr__(
-            step,
-            "op_seconds",
-            {
-                key: [(op, float(times[op.kind][op.micro_batch, key[1]])) for op, _ in ops]
-                for key, ops in step.op_seconds.items()
-            },
-        )
-        object.__setattr__(step, "span_s", step.plan.step_time(true))
+    plain = [as_it_runs(replace(step.plan, first_stage_work=(0.0,) * 24), true) for step in steps]
     learned = refit(start, plain).model
     assert learned is not None
     assert learned.first_stage_rates is not None
