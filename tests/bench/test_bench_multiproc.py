@@ -140,7 +140,7 @@ def test_paced_stages_share_samples(pools: Pools) -> None:
     assert all(row["step_s"] >= row["lower_bound_s"] for row in rows)
 
 
-@pytest.mark.parametrize("slower", [1.0, 1.5])
+@pytest.mark.parametrize("slower", [pytest.param(1.0, marks=pytest.mark.slow), 1.5])
 def test_calibrate_finds_the_costs_and_says_how_far_they_hold(
     pools: Pools, tmp_path: Path, slower: float
 ) -> None:

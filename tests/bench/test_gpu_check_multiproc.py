@@ -23,7 +23,7 @@ PLACEMENT: Any = SimpleNamespace(layout=Layout())
 MATRIX, VECTOR = torch.ones(4, 4), torch.ones(4)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_layouts_are_as_close_to_fp32_as_data_parallelism(pools: Pools, precision: str) -> None:
     names = ("data parallel", "pp2", "pp2 vpp2")
     for of_rank in pools[2].run(gpu_check_cases.layout_differences, precision, names):

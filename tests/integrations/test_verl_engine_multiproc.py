@@ -418,7 +418,7 @@ def test_router_losses_and_biases_of_experts_equal_verl(pools: VerlPools, layout
 
 
 @pytest.mark.parametrize("loss", ["ppo", "none"])
-@by_layout("ep1", "dp2-ep2")
+@by_layout(pytest.param("ep1", marks=pytest.mark.slow), "dp2-ep2")
 def test_replayed_routes_equal_verl(pools: VerlPools, layout: str, loss: str) -> None:
     """Routes that no router would choose, so that whoever replays none is far off."""
     case = dict(loss=loss, forward_only=loss == "none", limits=CAP, packed=True, replay="R3")

@@ -60,7 +60,7 @@ def test_every_gradient_on_two_ranks(pools: Pools, layout: Any, per_token: bool)
     ("layout", "per_token"),
     [
         (layout, per_token)
-        if layout is ON_FOUR[0] or per_token
+        if per_token
         else pytest.param(layout, per_token, marks=pytest.mark.slow)
         for layout in ON_FOUR
         for per_token in (False, True)

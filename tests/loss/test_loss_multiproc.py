@@ -190,7 +190,7 @@ def test_without_the_extra_pass_only_the_balancing_loss_depends_on_the_cut(
     ("layout", "written"),
     [
         ({}, None),
-        ({"pp": 2}, None),
+        pytest.param({"pp": 2}, None, marks=pytest.mark.slow),
         ({"dp": 2}, None),
         ({"pp": 2, "vpp": 2}, "Ettt|t||mL"),
         # Behind stages of their own the MTP layers' hidden states go on beside the main ones.

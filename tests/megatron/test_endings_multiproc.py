@@ -101,6 +101,7 @@ def test_a_script_that_spawns_itself_is_told_so(
     assert 'put what the script does under `if __name__ == "__main__":`' in done.stderr
 
 
+@pytest.mark.slow
 def test_again_and_a_failure_under_an_agent_that_hosts_the_store(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

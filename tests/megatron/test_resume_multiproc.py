@@ -16,6 +16,7 @@ import pytest
 from tests.megatron import resume_cases
 from tests.support.launch import torchrun
 from tests.support.process_pool import Pools
+from tests.support.slow import marking_slow
 
 SHARDED: dict[str, Any] = {"ddp": {"use_distributed_optimizer": True}}
 NO_BIAS: dict[str, Any] = {"transformer": {"add_bias_linear": False}}
@@ -33,10 +34,9 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize(("layout", "model", "cut"), SAME.values(), ids=SAME.keys())
-def test_a_rollback_is_exact(
-    pools: Pools, tmp_path: Path, layout: Any, model: Any, cut: int
-) -> None:
+@pytest.mark.parametrize("name", marking_slow(SAME, {"sharded", "before-the-first-step"}))
+def test_a_rollback_is_exact(pools: Pools, tmp_path: Path, name: str) -> None:
+    layout, model, cut = SAME[name]
     for found in pools[2].run(
         resume_cases.resumed,
         first=layout,
@@ -106,7 +106,7 @@ print("saved")
 """
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_script_without_a_guard_saves(tmp_path: Path, world_size: int) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)

@@ -84,7 +84,9 @@ def test_tied_embeddings(pools: Pools, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "ddp", [{}, {"use_distributed_optimizer": True}], ids=["plain", "distributed optimizer"]
+    "ddp",
+    [pytest.param({}, marks=pytest.mark.slow), {"use_distributed_optimizer": True}],
+    ids=["plain", "distributed optimizer"],
 )
 def test_training_goes_on_under_another_split(pools: Pools, ddp: Any, tmp_path: Path) -> None:
     ways: list[tuple[dict[str, Any], dict[str, Any]]] = [

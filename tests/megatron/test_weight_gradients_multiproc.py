@@ -15,6 +15,7 @@ from tests.megatron import weight_gradient_cases
 from tests.megatron.option_cases import MLA, MOE
 from tests.megatron.weight_gradient_cases import FORCED, Case
 from tests.support.process_pool import Pools
+from tests.support.slow import marking_slow
 
 PP2, VPP2 = {"pp": 2}, {"pp": 2, "vpp": 2}
 PADDED = {"micro_batch_size": 2, "packing": "padded"}
@@ -109,13 +110,26 @@ ON_FOUR = {
 }
 
 
+# Each is near a case that always runs.
+SLOW_ON_TWO = {
+    "bf16",
+    "tied, several uses",
+    "norms of queries",
+    "no bias",
+    "frozen embedding",
+    "exchanged shapes",
+    "compared shapes",
+}
+SLOW_ON_FOUR = {"gathered", "tp 2", "tp 2, sequences", "ep 2"}
+
+
 def found_on(pools: Pools, world_size: int, cases: dict[str, Case]) -> dict[str, Any]:
     """What differs on any rank."""
     found = pools[world_size].run(weight_gradient_cases.differences, cases)
     return {how: of for result in found for how, of in result.items() if of}
 
 
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", marking_slow(ON_TWO, SLOW_ON_TWO))
 def test_nothing_differs_on_two_ranks(pools: Pools, name: str) -> None:
     assert not found_on(pools, 2, {name: ON_TWO[name]})
 
@@ -125,7 +139,7 @@ def test_fused_products_add_up_to_the_same(pools: Pools, name: str) -> None:
     assert not found_on(pools, 2, {name: FUSED[name]})
 
 
-@pytest.mark.parametrize("name", ON_FOUR)
+@pytest.mark.parametrize("name", marking_slow(ON_FOUR, SLOW_ON_FOUR))
 def test_nothing_differs_on_four_ranks(pools: Pools, name: str) -> None:
     assert not found_on(pools, 4, {name: ON_FOUR[name]})
 
