@@ -16,7 +16,7 @@ from verl.utils import tensordict_utils as tu
 
 from megatron_batching.engine.deferring import deferred_batching
 from megatron_batching.engine.memory import HeldByLoss, engine_memory_model
-from megatron_batching.integrations.verl_batch import WholeMiniBatch
+from megatron_batching.integrations.verl_batch import WholeMiniBatch, asks_for
 from megatron_batching.integrations.verl_limits import batching_limits, fp8_limits, moving_cost
 from megatron_batching.integrations.verl_settings import VerlSettings
 from megatron_batching.integrations.verl_vision import VisionCosts
@@ -170,7 +170,7 @@ class MiniBatchPlanner:
 
     def loss(self, data: TensorDict) -> HeldByLoss:
         """What decides how much the loss of a pass over such a batch holds."""
-        with_entropy = bool(_given(data, "calculate_entropy", False))
+        with_entropy = asks_for(data, "calculate_entropy")
         return HeldByLoss(
             kind="verl", with_entropy=with_entropy, is_value_model=self.is_value_model
         )

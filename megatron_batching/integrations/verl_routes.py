@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 
+from megatron_batching.integrations.verl_batch import asks_for
 from megatron_batching.plan import ReplicaPlan
 
 ROUTES = "routed_experts"
@@ -24,8 +24,7 @@ ROUTES = "routed_experts"
 
 def replays_routes(engine: Any, data: TensorDict) -> bool:
     """Whether a batch's routes are recorded or given back (R2, R3)."""
-    asked = tu.get_non_tensor_data(data, key="enable_routing_replay", default=False)
-    return bool(engine.enable_routing_replay and asked)
+    return bool(engine.enable_routing_replay and asks_for(data, "enable_routing_replay"))
 
 
 def records_routes(engine: Any, data: TensorDict, *, forward_only: bool) -> bool:

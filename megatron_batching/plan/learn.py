@@ -189,17 +189,13 @@ def _with_unseen(fitted: CostModel, current: CostModel, steps: Sequence[Measured
     if weight is None and current.weight_gradient is not None:
         whole = np.where(current.backward > 0, current.backward, 1.0)
         weight = fitted.backward * (current.weight_gradient / whole)
-    ratio = _load_ratio(fitted, current, steps)
+    told = current.scaled(_load_ratio(fitted, current, steps), unit=fitted.unit)
     return replace(
         fitted,
         weight_gradient=weight,
-        piece_time=current.piece_time * ratio,
-        first_stage_rates=fitted.first_stage_rates or _scaled(current.first_stage_rates, ratio),
+        piece_time=told.piece_time,
+        first_stage_rates=fitted.first_stage_rates or told.first_stage_rates,
     )
-
-
-def _scaled(rates: tuple[float, float] | None, ratio: float) -> tuple[float, float] | None:
-    return None if rates is None else (ratio * rates[0], ratio * rates[1])
 
 
 def _with_host_time(model: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:

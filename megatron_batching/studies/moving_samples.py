@@ -115,10 +115,10 @@ def _ppo_step(
     """Megabytes that move in each pass, and those that were sent to the same replica before."""
     been: set[tuple[int, int, str]] = set()
     moved, twice = [], 0
+    whole = [_sample(n) for n in lengths]
+    of_log_probs = [{name: row[name] for name in _OF_LOG_PROBS} for row in whole]
     for forward_only in (True, True, False):
-        rows = [_sample(n) for n in lengths]
-        if forward_only:
-            rows = [{name: row[name] for name in _OF_LOG_PROBS} for row in rows]
+        rows = of_log_probs if forward_only else whole
         batching = BatchingOptions(max_tokens_per_micro_batch=cap, forward_only=forward_only)
         moving = Moving(sample_bytes=[_size(row) for row in rows])
         model = verl_cost_model(layout)
